@@ -1,0 +1,183 @@
+// Kernels: every operation of the engine, once. The CPU backend (kernels/cpu, fp32 and fp64, plain
+// loops, fixed order of sums) defines what each op computes; the CUDA backend (kernels/cuda) is
+// checked against it.
+//
+// Dims: B batch, T tokens of one sequence on this rank, N = B*T rows, C channels, H heads, Hk
+// key-value heads, D head dim, F feed-forward width, V vocabulary, Vp V padded, O output features.
+// Types: "act" activations and working weights, "stat" statistics and losses, "grad" gradient
+// accumulators, "master" master weights and moments; see Precision. A Tensor marked (pitched) may
+// have a row pitch, every other one is contiguous. "+=" adds to what is there; everything else is
+// overwritten. Outputs never alias inputs unless the comment says so. Every op is asynchronous on
+// its stream, deterministic, and throws Error on shapes or types that do not fit.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "kernels/device.h"
+#include "kernels/tensor.h"
+
+namespace torus {
+
+struct Precision {
+    DType act, stat, grad, master;
+};
+
+// fp64 -> all fp64; fp32 -> all fp32; bf16, fp16 -> act in that type, the rest fp32.
+Precision precision_of(DType dtype);
+
+// Upper bounds over all ops that will be queued on one stream; decides its workspace.
+struct WorkspaceDims {
+    int64_t rows = 0;      // most rows N of any op
+    int64_t channels = 0;  // widest normalised row C
+    int64_t vocab = 0;     // rows of the embedding table
+    int64_t features = 0;  // widest matmul output
+    int64_t heads = 0, kv_heads = 0, head_dim = 0, batch = 0;
+    int64_t keys = 0;  // most keys Tk of an attention call
+};
+
+// One attention call between a block of queries and a block of keys. Key j is visible to query i
+// iff first_key[i] <= j, and j <= i when causal; i and j are global positions (q0 + row, k0 + row).
+struct Attn {
+    Tensor q, k, v;    // act (B,Tq,H,D), (B,Tk,Hk,D) twice; (pitched); H a multiple of Hk
+    Tensor o;          // act (B,Tq,H,D) (pitched); with `carry`: stat, holds the running output
+    Tensor lse;        // stat (B,H,Tq): log of the sum of exp(scale * q.k) over visible keys
+    Tensor first_key;  // optional i32 (B,Tq), contiguous along T (pitched in B)
+    int64_t q0 = 0, k0 = 0;
+    double scale = 0;  // usually 1/sqrt(D)
+    bool causal = true;
+    bool carry =
+        false;  // merge into (o, lse) of earlier key blocks; start those at o = 0, lse = -inf
+};
+// A query that sees no key gets o = 0 and lse = -inf.
+
+// Gradients of one such call, given the lse of the *whole* softmax and delta = rowsum(dout * o).
+struct AttnGrad {
+    Tensor q, k, v;     // as in Attn
+    Tensor dout;        // act (B,Tq,H,D) (pitched)
+    Tensor lse, delta;  // stat (B,H,Tq)
+    Tensor dq, dk, dv;  // act, or stat with `accumulate`; (pitched)
+    Tensor first_key;   // as in Attn
+    int64_t q0 = 0, k0 = 0;
+    double scale = 0;
+    bool causal = true;
+    bool accumulate = false;  // dq, dk, dv += (in stat precision, for rings); else overwritten
+};
+
+// AdamW over flat ranges of equal length n (Loshchilov & Hutter; the update order of PyTorch's
+// AdamW). control: see grad_control. Nothing changes when control says the step is skipped.
+struct AdamW {
+    Tensor param;  // act (n): written from master; the same memory as master when types agree
+    Tensor master, m, v;  // master (n)
+    Tensor grad;          // grad (n)
+    Tensor control;       // f64 (4)
+    double lr, beta1, beta2, eps, weight_decay;
+    bool stochastic = false;                       // round master -> bf16 param stochastically
+    uint64_t seed = 0, stream_id = 0, offset = 0;  // random number index = offset + element
+};
+
+struct Kernels {
+    virtual ~Kernels() = default;
+    virtual Device& device() = 0;
+    virtual const Precision& precision() const = 0;
+    virtual int64_t workspace_bytes(const WorkspaceDims&) const = 0;
+
+    // --- moving and filling ---------------------------------------------------------------------
+    virtual void fill(Stream&, Tensor x, double value) = 0;  // any float type or i32
+    // dst = src with conversion (round to nearest even); same shape; both (pitched); f64 f32 bf16
+    // f16, and i32 -> i32.
+    virtual void cast(Stream&, Tensor dst, Tensor src) = 0;
+    // bf16 dst (n) from f32 src (n) by stochastic rounding with random_bits(seed, stream_id,
+    // offset+i).
+    virtual void cast_stochastic(Stream&, Tensor dst, Tensor src, uint64_t seed, uint64_t stream_id,
+                                 uint64_t offset) = 0;
+    virtual void add(Stream&, Tensor out, Tensor a, Tensor b) = 0;  // out may be a; same type
+    virtual void scale(Stream&, Tensor x, double factor) = 0;       // x *= factor
+
+    // --- embedding ------------------------------------------------------------------------------
+    // out act (N,C) = wte act (Vp,C)[ids i32 (N)] (+ wpe act (P,C)[pos i32 (N)] when wpe is there)
+    virtual void embedding_forward(Stream&, Tensor out, Tensor ids, Tensor wte, Tensor pos,
+                                   Tensor wpe) = 0;
+    // dwte grad (Vp,C) += ; dwpe grad (P,C) += (optional); dout act (N,C)
+    virtual void embedding_backward(Stream&, Tensor dwte, Tensor dwpe, Tensor dout, Tensor ids,
+                                    Tensor pos) = 0;
+
+    // --- norms (Ba et al. 2016; Zhang & Sennrich 2019) ------------------------------------------
+    // out act (N,C); mean, rstd stat (N); x act (N,C); w, b act (C)
+    virtual void layernorm_forward(Stream&, Tensor out, Tensor mean, Tensor rstd, Tensor x,
+                                   Tensor w, Tensor b, double eps) = 0;
+    // dx act (N,C) += ; dw, db grad (C) += ; dout act (N,C)
+    virtual void layernorm_backward(Stream&, Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x,
+                                    Tensor w, Tensor mean, Tensor rstd) = 0;
+    virtual void rmsnorm_forward(Stream&, Tensor out, Tensor rstd, Tensor x, Tensor w,
+                                 double eps) = 0;
+    virtual void rmsnorm_backward(Stream&, Tensor dx, Tensor dw, Tensor dout, Tensor x, Tensor w,
+                                  Tensor rstd) = 0;
+
+    // --- matmul; weights are (out, in) ----------------------------------------------------------
+    // out act (N,O) = x act (N,C) w act (O,C)^T (+ bias act (O)) (+ residual act (N,O)); bias and
+    // residual optional, residual may be out. (pitched): out, x, residual
+    virtual void matmul_forward(Stream&, Tensor out, Tensor x, Tensor w, Tensor bias,
+                                Tensor residual) = 0;
+    // dx act (N,C) = dout act (N,O) w; with `accumulate` +=. (pitched): dx, dout
+    virtual void matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tensor w,
+                                       bool accumulate) = 0;
+    // dw grad (O,C) += dout^T x; db grad (O) += column sums of dout (optional). (pitched): dout, x
+    virtual void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) = 0;
+
+    // --- activations ----------------------------------------------------------------------------
+    // GELU, tanh form (Hendrycks & Gimpel 2016). out, x act, any shape
+    virtual void gelu_forward(Stream&, Tensor out, Tensor x) = 0;
+    virtual void gelu_backward(Stream&, Tensor dx, Tensor dout, Tensor x) = 0;  // dx may be dout
+    // SwiGLU (Shazeer 2020): gate_up act (N,2F) = [gate | up]; out act (N,F) = silu(gate) * up
+    virtual void swiglu_forward(Stream&, Tensor out, Tensor gate_up) = 0;
+    // dgate_up may be gate_up: each pair is read before it is written.
+    virtual void swiglu_backward(Stream&, Tensor dgate_up, Tensor dout, Tensor gate_up) = 0;
+
+    // --- rotary position embedding (Su et al. 2021), pairs (i, i + R/2) of the first R dims
+    // ------- x act (N,H,D) in place (pitched); pos i32 (N); table stat (P,R/2,2): cos and sin of
+    // each angle
+    virtual void rope_forward(Stream&, Tensor x, Tensor pos, Tensor table) = 0;
+    virtual void rope_backward(Stream&, Tensor dx, Tensor pos,
+                               Tensor table) = 0;  // the inverse turn
+
+    // --- attention ------------------------------------------------------------------------------
+    virtual void attention_forward(Stream&, const Attn&) = 0;
+    // delta stat (B,H,T) = sum over D of dout * o; o, dout (B,T,H,D) (pitched), o act or stat
+    virtual void attention_delta(Stream&, Tensor delta, Tensor dout, Tensor o) = 0;
+    virtual void attention_backward(Stream&, const AttnGrad&) = 0;
+    // (o, lse) = merge of two softmax parts, overflow-safe; all stat; o (B,T,H,D) (pitched), lse
+    // (B,H,T). Parts with lse = -inf weigh nothing.
+    virtual void attention_merge(Stream&, Tensor o, Tensor lse, Tensor o2, Tensor lse2) = 0;
+
+    // --- loss -----------------------------------------------------------------------------------
+    // loss stat (n) = -log softmax(logits act (n,Vp)[:V])[target]; targets i32 (n), negative =
+    // ignored (loss 0). dlogits act (n,Vp), optional, may be logits: dloss * d(loss)/d(logits), 0
+    // in columns from V on.
+    virtual void classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogits, Tensor targets,
+                            int64_t V, double dloss) = 0;
+
+    // --- reductions and optimizer ---------------------------------------------------------------
+    // out f64 (1) = or += sum of x (float type, any shape)
+    virtual void sum(Stream&, Tensor out, Tensor x, bool accumulate) = 0;
+    virtual void sum_squares(Stream&, Tensor out, Tensor x, bool accumulate) = 0;
+    // control f64 (4) = {norm, coefficient, applied, skipped}: norm = sqrt(sum_squares) * unscale;
+    // coefficient = unscale * min(1, max_norm / (norm + 1e-6)) and applied += 1; if the norm is not
+    // finite: coefficient = 0 and skipped += 1. max_norm <= 0 never clips.
+    virtual void grad_control(Stream&, Tensor control, Tensor sum_squares, double max_norm,
+                              double unscale) = 0;
+    // Gradient = control.coefficient * grad; bias correction uses control.applied.
+    virtual void adamw(Stream&, const AdamW&) = 0;
+};
+
+struct CpuOptions {
+    bool plain_matmul = false;  // loops instead of BLAS: the same bits on every machine
+};
+// dtype f32 or f64.
+std::unique_ptr<Kernels> make_cpu_kernels(DType dtype, CpuOptions options = {});
+
+// What keeps this binary from using a GPU here; empty when one can be used.
+std::string cuda_unavailable_reason();
+// dtype bf16, f16 or f32, on GPU `index`. Throws Error(usage) with the reason when there is none.
+std::unique_ptr<Kernels> make_cuda_kernels(DType dtype, int index);
+
+}  // namespace torus
