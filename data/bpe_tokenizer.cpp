@@ -1,0 +1,186 @@
+// The byte-level BPE tokenizer: text -> valid UTF-8 runs -> pieces (pre-tokenizer stages) -> ids.
+// Natural text repeats its pieces, so a small direct-mapped cache of piece -> ids answers nearly
+// all of them with one comparison of 16 bytes; merges run only for the rest. Invalid bytes become
+// their own byte tokens, so that decoding gives back every input (of
+// a tokenizer that normalizes: its normal form).
+#include "data/bpe_tokenizer.h"
+
+#include <array>
+#include <bit>
+#include <cstring>
+#include <mutex>
+
+#include "data/bpe.h"
+#include "data/files.h"
+#include "data/normalize.h"
+#include "data/pretokenize.h"
+#include "data/tokenizer_json.h"
+#include "data/utf8.h"
+#include "kernels/check.h"
+
+namespace torus::data {
+namespace {
+
+// Pieces of up to 16 bytes and 7 ids; a colliding piece replaces the one before it.
+class PieceCache {
+public:
+    struct Entry {
+        uint64_t low = 0, high = 0;
+        uint16_t length = 0, count = 0;
+        std::array<int32_t, 7> ids{};
+    };
+    static constexpr int64_t longest = 16;
+
+    PieceCache() : entries_(size_t(1) << bits) {}
+
+    // The slot of a piece of 1 to 16 bytes, filled or not; `key` is what matches() compares.
+    Entry& find(const char* p, int64_t n, Entry& key) {
+        key.low = key.high = 0;
+        std::memcpy(&key.low, p, size_t(n < 8 ? n : 8));
+        if (n > 8) std::memcpy(&key.high, p + 8, size_t(n - 8));
+        key.length = uint16_t(n);
+        const uint64_t mixed = (key.low ^ std::rotl(key.high, 29)) * 0x9E3779B97F4A7C15u;
+        return entries_[size_t((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u >> (64 - bits))];
+    }
+    static bool matches(const Entry& a, const Entry& b) {
+        return a.low == b.low && a.high == b.high && a.length == b.length;
+    }
+
+private:
+    static constexpr int bits = 15;
+    std::vector<Entry> entries_;
+};
+
+// What one thread needs to encode: its own splitters, cache and scratch memory.
+class Encoder {
+public:
+    Encoder(const TokenizerSpec& spec, const std::string& path) : spec_(spec), merger_(spec.model) {
+        for (const SplitStage& stage : spec.stages) {
+            splitters_.push_back(stage.pattern.empty() ? nullptr
+                                                       : make_splitter(stage.pattern, path));
+        }
+    }
+
+    void encode(std::string_view text, std::vector<int32_t>& ids) {
+        const char* p = text.data();
+        const char* const end = p + text.size();
+        while (p < end) {
+            const char* const stop = valid_until(p, end);
+            if (stop > p) {
+                std::string_view valid(p, size_t(stop - p));
+                if (spec_.nfc) valid = to_nfc(valid, normal_);
+                stage(0, valid.data(), valid.data() + valid.size(), ids);
+            }
+            p = stop;
+            if (p < end) ids.push_back(spec_.model.byte_ids[uint8_t(*p++)]);
+        }
+    }
+
+private:
+    void stage(size_t k, const char* begin, const char* end, std::vector<int32_t>& ids) {
+        if (k == spec_.stages.size()) return piece(begin, end - begin, ids);
+        if (spec_.stages[k].add_prefix_space && *begin != ' ') {
+            std::string longer = " ";
+            longer.append(begin, end);
+            return cut(k, longer.data(), longer.data() + longer.size(), ids);
+        }
+        cut(k, begin, end, ids);
+    }
+
+    void cut(size_t k, const char* begin, const char* end, std::vector<int32_t>& ids) {
+        Splitter* const splitter = splitters_[k].get();
+        if (splitter == nullptr) return stage(k + 1, begin, end, ids);
+        const bool keep_gaps = !spec_.stages[k].drop_gaps;
+        const bool last = k + 1 == spec_.stages.size();
+        for (const char* p = begin; p < end;) {
+            const Splitter::Cut c = splitter->next(begin, p, end);
+            if (c.gap > 0 && keep_gaps) stage(k + 1, p, p + c.gap, ids);
+            p += c.gap;
+            if (last) {
+                if (c.match > 0) piece(p, c.match, ids);
+            } else if (c.match > 0) {
+                stage(k + 1, p, p + c.match, ids);
+            }
+            p += c.match;
+        }
+    }
+
+    void piece(const char* p, int64_t n, std::vector<int32_t>& ids) {
+        if (n > PieceCache::longest) return merger_.encode({p, size_t(n)}, ids);
+        PieceCache::Entry key;
+        PieceCache::Entry& entry = cache_.find(p, n, key);
+        if (PieceCache::matches(entry, key)) {
+            for (int i = 0; i < entry.count; ++i) ids.push_back(entry.ids[size_t(i)]);
+            return;
+        }
+        const size_t before = ids.size();
+        merger_.encode({p, size_t(n)}, ids);
+        const size_t count = ids.size() - before;
+        if (count > key.ids.size()) return;
+        key.count = uint16_t(count);
+        for (size_t i = 0; i < count; ++i) key.ids[i] = ids[before + i];
+        entry = key;
+    }
+
+    const TokenizerSpec& spec_;
+    std::vector<std::unique_ptr<Splitter>> splitters_;
+    BpeMerger merger_;
+    PieceCache cache_;
+    std::string normal_;
+};
+
+class BpeTokenizer : public Tokenizer {
+public:
+    BpeTokenizer(std::string json, std::string path)
+        : path_(std::move(path)), spec_(parse_tokenizer_json(std::move(json), path_)) {
+        idle_.push_back(std::make_unique<Encoder>(spec_, path_));  // its patterns are checked here
+    }
+
+    std::string name() const override { return path_; }
+    int64_t vocab_size() const override { return int64_t(spec_.model.tokens.size()); }
+    int32_t end_of_text() const override { return spec_.end_of_text; }
+
+    // Threads take an idle encoder or make one; all of them give the same ids.
+    void encode(std::string_view text, std::vector<int32_t>& ids) const override {
+        std::unique_ptr<Encoder> encoder;
+        {
+            const std::lock_guard lock(mutex_);
+            if (!idle_.empty()) {
+                encoder = std::move(idle_.back());
+                idle_.pop_back();
+            }
+        }
+        if (encoder == nullptr) encoder = std::make_unique<Encoder>(spec_, path_);
+        encoder->encode(text, ids);
+        const std::lock_guard lock(mutex_);
+        idle_.push_back(std::move(encoder));
+    }
+
+    std::string decode(const std::vector<int32_t>& ids) const override {
+        std::string text;
+        for (const int32_t id : ids) {
+            require(id >= 0 && id < vocab_size(), Exit::bad_data, "token ", id, ", the tokenizer ",
+                    path_, " has ids 0 to ", vocab_size() - 1,
+                    "; use the tokenizer of these tokens");
+            text += spec_.model.tokens[size_t(id)];
+        }
+        return text;
+    }
+
+    void save(const std::string& path) const override { write_file(path, spec_.json); }
+    std::string fingerprint() const override { return hex(hash_bytes(spec_.json)); }
+
+private:
+    std::string path_;
+    TokenizerSpec spec_;
+    mutable std::mutex mutex_;
+    mutable std::vector<std::unique_ptr<Encoder>> idle_;
+};
+
+}  // namespace
+
+std::unique_ptr<Tokenizer> make_bpe_tokenizer(std::string json, const std::string& path) {
+    return std::make_unique<BpeTokenizer>(std::move(json), path);
+}
+
+}  // namespace torus::data
