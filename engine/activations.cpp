@@ -1,0 +1,58 @@
+// Which activation goes into which buffer; see activations.h for the three levels.
+#include "engine/activations.h"
+
+namespace torus {
+
+Activations::Activations(const ModelConfig& m, const Family& family, const Precision& precision,
+                         int64_t B, int64_t T, Recompute recompute, bool train)
+    : L_(m.L),
+      N_(B * T),
+      C_(m.C),
+      act_(precision.act),
+      recompute_(recompute),
+      train_(train),
+      specs_(family.block(m, precision, B, T)) {}
+
+bool Activations::kept(Keep keep) const {
+    if (!train_ || keep == Keep::scratch) return false;
+    if (keep == Keep::attention) return recompute_ != Recompute::full;
+    return recompute_ == Recompute::none;
+}
+
+std::string Activations::slot(const ActSpec& spec, int64_t l) const {
+    const std::string owner = kept(spec.keep) ? "l" + std::to_string(l) : "shared";
+    return "activations/" + owner + "." + spec.name;
+}
+
+void Activations::plan(Layout& layout) const {
+    const Life step{phase::forward, phase::backward}, forward{phase::forward, phase::forward};
+    const Life backward{phase::backward, phase::backward};
+    const int64_t inputs = train_ ? L_ + 1 : 2;
+    for (int64_t l = 0; l < inputs; ++l)
+        layout.add("activations/x" + std::to_string(l), act_, {N_, C_}, step);
+    if (train_) layout.add("activations/dx", act_, {N_, C_}, {phase::head, phase::backward});
+    for (const ActSpec& spec : specs_) {
+        if (spec.keep == Keep::scratch) {  // gradients, of use in backward only
+            if (train_) layout.add(slot(spec, 0), spec.dtype, spec.shape, backward);
+        } else if (kept(spec.keep)) {
+            for (int64_t l = 0; l < L_; ++l)
+                layout.add(slot(spec, l), spec.dtype, spec.shape, step);
+        } else {
+            layout.add(slot(spec, 0), spec.dtype, spec.shape, train_ ? step : forward);
+        }
+    }
+}
+
+void Activations::bind(const Arena& arena) {
+    x_.clear();
+    blocks_.assign(size_t(L_), {});
+    for (int64_t l = 0; l < (train_ ? L_ + 1 : 2); ++l)
+        x_.push_back(arena["activations/x" + std::to_string(l)]);
+    if (train_) dx_ = arena["activations/dx"];
+    for (int64_t l = 0; l < L_; ++l)
+        for (const ActSpec& spec : specs_)
+            if (train_ || spec.keep != Keep::scratch)
+                blocks_[size_t(l)].set(spec.name, arena[slot(spec, l)]);
+}
+
+}  // namespace torus

@@ -1,0 +1,29 @@
+#include "engine/eval.h"
+
+#include <algorithm>
+
+namespace torus {
+
+double read_f64(Machine& m, Tensor scalar) {
+    double value = 0;
+    m.kernels().device().copy(m.stream(), &value, scalar.data, int64_t(sizeof value));
+    m.kernels().device().synchronize(m.stream());
+    return value;
+}
+
+EvalResult evaluate(Machine& m, const Loader& loader, int64_t B, int64_t batches) {
+    const int64_t all = std::max<int64_t>(1, loader.sequences() / B);
+    EvalResult result;
+    Batch batch;
+    m.kernels().fill(m.stream(), m.step->loss_sum(), 0);
+    for (int64_t i = 0; i < std::min(batches, all); ++i) {
+        loader.read(i * B, B, batch);
+        m.step->forward(m.stream(), batch);
+        result.tokens += batch.valid;
+    }
+    const double sum = read_f64(m, m.step->loss_sum());
+    result.loss = result.tokens ? sum / double(result.tokens) : 0;
+    return result;
+}
+
+}  // namespace torus

@@ -1,0 +1,18 @@
+// Validation loss: the mean over valid targets of a fixed run of sequences, the same at every call.
+#pragma once
+#include "engine/planner.h"
+
+namespace torus {
+
+struct EvalResult {
+    double loss = 0;     // per valid target
+    int64_t tokens = 0;  // valid targets
+};
+
+// `batches` micro-batches from the loader's start, at most one pass over its sequences.
+EvalResult evaluate(Machine&, const Loader&, int64_t B, int64_t batches);
+
+// Reads a device f64 scalar; synchronises.
+double read_f64(Machine&, Tensor scalar);
+
+}  // namespace torus

@@ -1,0 +1,25 @@
+// Optimizer: global gradient norm, clip, AdamW over the flat ranges. A step whose norm is not
+// finite changes nothing but the count of skipped steps. No host synchronisation.
+#pragma once
+#include "engine/config.h"
+#include "engine/params.h"
+
+namespace torus {
+
+class Optimizer {
+public:
+    Optimizer(Kernels&, Parameters&, const Config&);
+    void plan(Layout&) const;  // owner "optimizer/"
+    void bind(const Arena&);
+    // Norm, clip, update at learning rate `lr`, then clears the gradients for the next step.
+    // `unscale` is multiplied into every gradient first (fp16 loss scaling; 1 otherwise).
+    void step(Stream&, double lr, double unscale = 1);
+
+private:
+    Kernels& k_;
+    Parameters& params_;
+    double beta1_, beta2_, eps_, weight_decay_, grad_clip_;
+    Tensor sum_squares_;  // f64 (1)
+};
+
+}  // namespace torus

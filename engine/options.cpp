@@ -1,0 +1,364 @@
+// The table of options and how one option is read, shown and looked up. Numbers are read with
+// std::from_chars: whole text, no locale, no "nan", no silent overflow.
+#include "engine/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <numeric>
+
+#include "data/files.h"
+#include "data/utf8.h"
+
+namespace torus {
+namespace {
+
+constexpr double any = 1e300;       // no upper bound
+constexpr double big = 2147483647;  // positions and batch indices fit int32 on the device
+constexpr double steps_limit = 1e12, tokens_limit = 1e15;
+constexpr double seed_limit = 1e18;  // TOML's integers are signed
+
+std::vector<Option> make_options() {
+    using enum OptionGroup;
+    using C = Config;
+    const std::vector<const char*> off_on = {"off", "on"};
+    return {
+        {"model", model, "NAME|DIR|FILE",
+         "gpt2:124M, gpt2:dN, llama3:1b, ...; a folder in Hugging Face layout; an llm.c .bin",
+         &C::model},
+        {"data", model, "GLOB", "training text: .txt and .jsonl files, or .bin token shards",
+         &C::data},
+        {"val-data", model, "GLOB", "held-out text for --eval-every", &C::val_data},
+        {"tokenizer", model, "NAME|DIR|FILE",
+         "bytes, gpt2, or a tokenizer.json of a byte-level BPE", &C::tokenizer},
+        {"cache-dir", model, "DIR", "where .txt and .jsonl are kept once tokenized", &C::cache_dir},
+        {"seq-length", model, "TOKENS", "context length of training", &C::seq_length, {1, big}},
+        {"document-mask",
+         model,
+         "on|off",
+         "attention stops at the start of each document",
+         &C::document_mask,
+         {0, 0},
+         off_on},
+        {"shuffle",
+         model,
+         "on|off",
+         "order of the sequences: shuffled by --seed, or as stored",
+         &C::shuffle,
+         {0, 0},
+         off_on},
+
+        {"micro-batch-size",
+         optimizer,
+         "N",
+         "sequences in one forward and backward",
+         &C::micro_batch_size,
+         {1, big}},
+        {"global-batch-tokens",
+         optimizer,
+         "TOKENS",
+         "tokens of one optimizer step; 0 = one micro-batch",
+         &C::global_batch_tokens,
+         {0, tokens_limit}},
+        {"steps", optimizer, "N", "optimizer steps of the run", &C::steps, {1, steps_limit}},
+        {"lr", optimizer, "X", "peak learning rate", &C::lr, {0, any, true}},
+        {"min-lr-fraction",
+         optimizer,
+         "X",
+         "share of --lr left at the last step",
+         &C::min_lr_fraction,
+         {0, 1}},
+        {"lr-schedule",
+         optimizer,
+         "NAME",
+         "cosine, linear, constant or wsd (constant, then 1-sqrt)",
+         &C::lr_schedule,
+         {0, 0},
+         {"cosine", "linear", "constant", "wsd"}},
+        {"warmup-steps",
+         optimizer,
+         "N",
+         "steps of linear warm-up",
+         &C::warmup_steps,
+         {0, steps_limit}},
+        {"decay-fraction",
+         optimizer,
+         "X",
+         "wsd: share of the steps that decays",
+         &C::decay_fraction,
+         {0, 1}},
+        {"weight-decay",
+         optimizer,
+         "X",
+         "AdamW's decay, on tensors of two or more dimensions",
+         &C::weight_decay,
+         {0, any}},
+        {"beta1",
+         optimizer,
+         "X",
+         "AdamW's averaging of the gradient",
+         &C::beta1,
+         {0, 1, false, true}},
+        {"beta2",
+         optimizer,
+         "X",
+         "AdamW's averaging of the gradient's square",
+         &C::beta2,
+         {0, 1, false, true}},
+        {"eps", optimizer, "X", "AdamW's epsilon", &C::eps, {0, any, true}},
+        {"grad-clip",
+         optimizer,
+         "X",
+         "largest global norm of the gradient; 0 = no clipping",
+         &C::grad_clip,
+         {0, any}},
+        {"seed",
+         optimizer,
+         "N",
+         "of the initial weights, the shuffle and the samples",
+         &C::seed,
+         {0, seed_limit}},
+
+        {"device",
+         machine,
+         "NAME",
+         "auto (a GPU when there is one), cuda or cpu",
+         &C::device,
+         {0, 0},
+         {"auto", "cuda", "cpu"}},
+        {"dtype",
+         machine,
+         "NAME",
+         "auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32 or fp64",
+         &C::dtype,
+         {0, 0},
+         {"auto", "bf16", "fp16", "fp32", "fp64"}},
+        {"threads",
+         machine,
+         "N",
+         "threads of the CPU backend; 0 = all cores",
+         &C::threads,
+         {0, 4096}},
+        {"recompute",
+         machine,
+         "WHAT",
+         "none; attention_out: all but attention again in backward; full: attention too",
+         &C::recompute,
+         {0, 0},
+         {"none", "attention_out", "full"}},
+        {"plain-matmul",
+         machine,
+         "",
+         "CPU: loops instead of BLAS, the same bits on every machine",
+         &C::plain_matmul,
+         {0, 0},
+         off_on},
+        {"plan", machine, "", "print the memory plan and stop", &C::plan, {0, 0}, off_on},
+
+        {"save-dir", output, "DIR", "folder of the checkpoints; none are written without it",
+         &C::save_dir},
+        {"save-every",
+         output,
+         "STEPS",
+         "steps between checkpoints; 0 = one at the end",
+         &C::save_every,
+         {0, steps_limit}},
+        {"keep", output, "N", "newest checkpoints kept", &C::keep, {1, 1e6}},
+        {"resume",
+         output,
+         "WHEN",
+         "auto: from the newest checkpoint, if any; must: there has to be one; never",
+         &C::resume,
+         {0, 0},
+         {"auto", "must", "never"}},
+        {"eval-every",
+         output,
+         "STEPS",
+         "steps between evaluations on --val-data; 0 = none",
+         &C::eval_every,
+         {0, steps_limit}},
+        {"eval-batches",
+         output,
+         "N",
+         "micro-batches of one evaluation",
+         &C::eval_batches,
+         {1, big}},
+        {"sample-every",
+         output,
+         "STEPS",
+         "steps between samples of text; 0 = none",
+         &C::sample_every,
+         {0, steps_limit}},
+        {"sample-tokens", output, "TOKENS", "length of a sample", &C::sample_tokens, {1, big}},
+        {"temperature",
+         output,
+         "X",
+         "of samples; 0 = always the likeliest token",
+         &C::temperature,
+         {0, 1000}},
+        {"top-k",
+         output,
+         "N",
+         "samples choose among the N likeliest tokens; 0 = all",
+         &C::top_k,
+         {0, big}},
+        {"generate", output, "TEXT", "continue this text and stop", &C::generate},
+        {"verify", output, "DIR", "compare with a reference folder and stop", &C::verify},
+        {"log-dir", output, "DIR", "write log.jsonl there, one record a step", &C::log_dir},
+    };
+}
+
+std::string list(const std::vector<const char*>& words) {
+    std::string out;
+    for (const char* word : words) out += (out.empty() ? "" : ", ") + std::string(word);
+    return out;
+}
+
+std::string show_number(double x) {
+    char text[32];
+    return {text, std::to_chars(text, text + sizeof text, x).ptr};  // shortest that reads back
+}
+
+std::string describe(const NumberRange& r) {
+    const auto bound = [](double x) { return std::to_string(int64_t(x)); };
+    const std::string low = (r.above_low ? "above " : "from ") + bound(r.low);
+    if (r.high == any) return r.above_low ? low : bound(r.low) + " or more";
+    return low + (r.below_high ? " to below " : " to ") + bound(r.high);
+}
+
+bool inside(const NumberRange& r, double x) {
+    return (r.above_low ? x > r.low : x >= r.low) && (r.below_high ? x < r.high : x <= r.high);
+}
+
+template <class T>
+T read_number(const Option& o, const std::string& text, const std::string& where) {
+    constexpr bool whole = !std::is_same_v<T, double>;
+    const std::string kind = whole ? "a whole number " : "a number ";
+    T value{};
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    bool finite = true;
+    if constexpr (!whole) finite = std::isfinite(value);
+    if (text.empty() || stop != end || error == std::errc::invalid_argument || !finite) {
+        std::string hint;
+        if (whole && error == std::errc() && value > 0 && value < T(1000000) && stop == end - 1 &&
+            (*stop == 'k' || *stop == 'K'))
+            hint = concat(": ", value, "000 or ", int64_t(value) * 1024);
+        // A number below zero is a number; unsigned types do not read it.
+        const bool negative =
+            whole && text.size() > 1 && text[0] == '-' && stop == text.data() &&
+            std::all_of(text.begin() + 1, text.end(), [](char c) { return c >= '0' && c <= '9'; });
+        if (!negative)
+            fail(Exit::usage, where, ": ", data::excerpt(text), " is not ",
+                 kind.substr(0, kind.size() - 1), "; give ", kind, describe(o.range), hint);
+    }
+    require(error == std::errc() && inside(o.range, double(value)), Exit::usage, where, ": ",
+            data::excerpt(text), " is out of range; give ", kind, describe(o.range));
+    return value;
+}
+
+size_t read_choice(const Option& o, const std::string& text, const std::string& where) {
+    for (size_t i = 0; i < o.allowed.size(); ++i)
+        if (text == o.allowed[i]) return i;
+    fail(Exit::usage, where, ": ", data::excerpt(text), " is not known; choose one of ",
+         list(o.allowed));
+}
+
+std::string read_text(const Option& o, const std::string& text, const std::string& where) {
+    require(!text.empty(), Exit::usage, where, ": the value is empty; give ", o.value,
+            " or leave it out");
+    const uint8_t* p = reinterpret_cast<const uint8_t*>(text.data());
+    for (const uint8_t* const end = p + text.size(); p < end;) {
+        const data::Character c = data::next_character(p, end);
+        require(c.code != data::invalid_character && c.code != 0, Exit::usage, where, ": ",
+                data::excerpt(text), " is not valid UTF-8; rename the file or write the text anew");
+        p += c.length;
+    }
+    const size_t limit = o.member == Option::Member(&Config::generate) ? 1000000 : 4000;
+    require(text.size() <= limit, Exit::usage, where, ": ", text.size(), " bytes, at most ", limit,
+            " are allowed; shorten it");
+    if (!o.allowed.empty()) read_choice(o, text, where);
+    return text;
+}
+
+size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    std::iota(row.begin(), row.end(), size_t(0));
+    for (size_t i = 1; i <= a.size(); ++i) {
+        size_t diagonal = row[0]++;
+        for (size_t j = 1; j <= b.size(); ++j) {
+            const size_t above = row[j];
+            row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+            diagonal = above;
+        }
+    }
+    return row[b.size()];
+}
+
+std::string canonical(std::string name) {
+    std::replace(name.begin(), name.end(), '_', '-');
+    return name;
+}
+
+}  // namespace
+
+const std::vector<Option>& options() {
+    static const std::vector<Option> table = make_options();
+    return table;
+}
+
+const Option* find_option(const std::string& name) {
+    for (const Option& o : options())
+        if (name == o.name) return &o;
+    return nullptr;
+}
+
+void set_option(const Option& o, Config& config, const std::string& text,
+                const std::string& where) {
+    std::visit(
+        [&](auto member) {
+            auto& slot = config.*member;
+            using T = std::remove_reference_t<decltype(slot)>;
+            if constexpr (std::is_same_v<T, std::string>)
+                slot = read_text(o, text, where);
+            else if constexpr (std::is_same_v<T, bool> || std::is_enum_v<T>)
+                slot = static_cast<T>(read_choice(o, text, where));
+            else
+                slot = read_number<T>(o, text, where);
+        },
+        o.member);
+}
+
+std::string show_option(const Option& o, const Config& config) {
+    return std::visit(
+        [&](auto member) -> std::string {
+            const auto& value = config.*member;
+            using T = std::remove_cvref_t<decltype(value)>;
+            if constexpr (std::is_same_v<T, std::string>)
+                return value;
+            else if constexpr (std::is_same_v<T, bool> || std::is_enum_v<T>)
+                return o.allowed[size_t(value)];
+            else if constexpr (std::is_same_v<T, double>)
+                return show_number(value);
+            else
+                return std::to_string(value);
+        },
+        o.member);
+}
+
+std::string did_you_mean(const std::string& name, const char* dashes) {
+    const std::string wanted = canonical(name);
+    std::string best;
+    size_t best_distance = std::max<size_t>(1, wanted.size() / 3) + 1;  // more is another word
+    for (const Option& o : options()) {
+        const size_t distance = edit_distance(wanted, o.name);
+        if (distance < best_distance) best = o.name, best_distance = distance;
+    }
+    for (const Option& o : options())  // --batch-size: --micro-batch-size
+        if (best.empty() && wanted.size() >= 4 &&
+            std::string(o.name).find(wanted) != std::string::npos)
+            best = o.name;
+    return best.empty() ? "" : concat("did you mean ", dashes, best, "?");
+}
+
+}  // namespace torus

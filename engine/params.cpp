@@ -1,0 +1,182 @@
+// The flat parameter range and how it is filled: at random, from files, from a checkpoint.
+#include "engine/params.h"
+
+#include <algorithm>
+
+#include "kernels/rng.h"
+
+namespace torus {
+namespace {
+
+// 128 elements: 256 bytes in 16-bit types, so that every tensor starts on a cache line pair.
+constexpr int64_t element_alignment = 128;
+
+int64_t aligned(int64_t n) {
+    return (n + element_alignment - 1) / element_alignment * element_alignment;
+}
+
+Tensor range(const Tensor& flat, int64_t begin, int64_t count) { return flat.rows(begin, count); }
+
+// Runs `make` for every parameter on a host tensor and copies the result into `flat`.
+void upload(Parameters& p, Kernels& k, Stream& s, const Tensor& flat,
+            const std::function<void(const Param&, Tensor)>& make) {
+    std::vector<char> host;
+    for (Component& c : p.components()) {
+        for (const Param& param : c.params) {
+            const Tensor device = p.part(flat, param);
+            host.resize(size_t(device.bytes()));
+            const Tensor staged(host.data(), device.dtype, device.shape);
+            make(param, staged);
+            k.device().copy(s, device.data, staged.data, staged.bytes());
+            k.device().synchronize(s);  // `host` is used again for the next one
+        }
+    }
+}
+
+void clear_moments(Parameters& p, Kernels& k, Stream& s) {
+    if (!p.m) return;
+    k.fill(s, p.m, 0);
+    k.fill(s, p.v, 0);
+    k.fill(s, p.control, 0);
+}
+
+void fill_random(const Param& param, Tensor host, uint64_t seed, uint64_t stream) {
+    const int64_t n = host.numel();
+    const bool f64 = host.dtype == DType::f64;
+    CHECK(f64 || host.dtype == DType::f32);
+    auto put = [&](int64_t i, double x) {
+        if (f64)
+            host.as<double>()[i] = x;
+        else
+            host.as<float>()[i] = float(x);
+    };
+    switch (param.spec.init) {
+        case Init::zeros:
+            for (int64_t i = 0; i < n; ++i) put(i, 0);
+            return;
+        case Init::ones:
+            for (int64_t i = 0; i < n; ++i) put(i, 1);
+            return;
+        case Init::normal: break;
+    }
+    int64_t rows = 0;  // padded rows are in no part and stay zero
+    for (const HfPart& part : param.spec.hf) rows += part.rows;
+    const int64_t filled = rows * (n / param.spec.shape[0]);
+#pragma omp parallel for
+    for (int64_t i = 0; i < n; ++i)
+        put(i, i < filled ? param.spec.std * random_normal(seed, stream, uint64_t(i)) : 0.0);
+}
+
+}  // namespace
+
+Parameters::Parameters(const ModelConfig& model, const Family& family, const Precision& precision)
+    : precision_(precision), tied_(model.tied) {
+    const ParamTable table = family.params(model);
+    auto add = [&](const std::string& name, const std::vector<ParamSpec>& specs, int64_t l) {
+        Component c;
+        c.name = name;
+        c.begin = elements_;
+        for (bool decay : {true, false}) {
+            for (const ParamSpec& spec : specs) {
+                if (spec.decay != decay) continue;
+                c.params.push_back({spec, l, elements_});
+                elements_ += aligned(spec.shape.numel());
+            }
+            if (decay) c.decay_end = elements_;
+        }
+        c.end = elements_;
+        components_.push_back(std::move(c));
+    };
+    add("embed", table.embed, 0);
+    for (int64_t l = 0; l < model.L; ++l) add("layer " + std::to_string(l), table.layer, l);
+    add("head", table.head, 0);
+}
+
+void Parameters::plan(Layout& layout, bool train) const {
+    layout.add("weights/all", precision_.act, {elements_});
+    if (precision_.act != precision_.master)
+        layout.add("optimizer/master", precision_.master, {elements_});
+    if (!train) return;
+    layout.add("gradients/all", precision_.grad, {elements_});
+    layout.add("optimizer/m", precision_.master, {elements_});
+    layout.add("optimizer/v", precision_.master, {elements_});
+    layout.add("optimizer/control", DType::f64, {4});
+}
+
+void Parameters::bind(const Arena& arena, bool train) {
+    weights = arena["weights/all"];
+    master = precision_.act == precision_.master ? weights : arena["optimizer/master"];
+    if (train) {
+        gradients = arena["gradients/all"];
+        m = arena["optimizer/m"];
+        v = arena["optimizer/v"];
+        control = arena["optimizer/control"];
+    }
+    for (Component& c : components_) {
+        c.w = c.dw = {};
+        for (const Param& p : c.params) {
+            c.w.set(p.spec.name, part(weights, p));
+            if (train) c.dw.set(p.spec.name, part(gradients, p));
+        }
+    }
+    if (tied_) {
+        head().w.set("wte", embed().w["wte"]);
+        if (train) head().dw.set("wte", embed().dw["wte"]);
+    }
+}
+
+Tensor Parameters::part(const Tensor& flat, const Param& p) const {
+    return range(flat, p.offset, p.spec.shape.numel()).view(p.spec.shape);
+}
+
+void initialize(Parameters& p, Kernels& k, Stream& s, uint64_t seed) {
+    k.fill(s, p.master, 0);
+    uint64_t tensor = 0;
+    upload(p, k, s, p.master,
+           [&](const Param& param, Tensor host) { fill_random(param, host, seed, tensor++); });
+    publish_weights(p, k, s);
+    clear_moments(p, k, s);
+}
+
+void load_weights(Parameters& p, Kernels& k, Stream& s, const TensorSource& source) {
+    k.fill(s, p.master, 0);
+    upload(p, k, s, p.master, [&](const Param& param, Tensor host) {
+        read_param(source, param.spec, param.layer, host);
+    });
+    publish_weights(p, k, s);
+    clear_moments(p, k, s);
+}
+
+void load_optimizer(Parameters& p, Kernels& k, Stream& s, const TensorSource& source) {
+    clear_moments(p, k, s);
+    for (const auto& [prefix, flat] : {std::pair<const char*, Tensor>{"m.", p.m}, {"v.", p.v}})
+        upload(p, k, s, flat, [&, prefix = prefix](const Param& param, Tensor host) {
+            read_param(source, param.spec, param.layer, host, prefix);
+        });
+    const Tensor control = source.find("control");
+    require(control.dtype == DType::f64 && control.numel() == 4, Exit::bad_data, source.path(),
+            ": control is ", name_of(control.dtype), " ", control.shape.str(),
+            ", expected fp64 (4); this is not an optimizer file of this program");
+    k.device().copy(s, p.control.data, control.data, control.bytes());
+    k.device().synchronize(s);
+}
+
+void publish_weights(Parameters& p, Kernels& k, Stream& s) {
+    if (p.weights.data != p.master.data) k.cast(s, p.weights, p.master);
+}
+
+void for_each_host(const Parameters& p, Kernels& k, Stream& s, const Tensor& flat,
+                   const std::function<void(const Param&, Tensor)>& visit) {
+    std::vector<char> host;
+    for (const Component& c : p.components()) {
+        for (const Param& param : c.params) {
+            const Tensor device = p.part(flat, param);
+            host.resize(size_t(device.bytes()));
+            k.device().copy(s, host.data(), device.data, device.bytes());
+            k.device().synchronize(s);
+            visit(param, Tensor(host.data(), device.dtype, device.shape));
+        }
+    }
+}
+
+}  // namespace torus

@@ -1,0 +1,134 @@
+// The plan is the union of the layouts that each part of the run declares.
+#include "engine/planner.h"
+
+#include <algorithm>
+#include <iomanip>
+
+#include "engine/log.h"
+
+namespace torus {
+namespace {
+
+WorkspaceDims larger(const WorkspaceDims& a, const WorkspaceDims& b) {
+    return {.rows = std::max(a.rows, b.rows),
+            .channels = std::max(a.channels, b.channels),
+            .vocab = std::max(a.vocab, b.vocab),
+            .features = std::max(a.features, b.features),
+            .heads = std::max(a.heads, b.heads),
+            .kv_heads = std::max(a.kv_heads, b.kv_heads),
+            .head_dim = std::max(a.head_dim, b.head_dim),
+            .batch = std::max(a.batch, b.batch),
+            .keys = std::max(a.keys, b.keys)};
+}
+
+}  // namespace
+
+Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, const Config& config,
+                 const Options& o)
+    : params(model, family, k.precision()),
+      k_(k),
+      model_(model),
+      family_(family),
+      config_(config),
+      o_(o) {
+    params.plan(device_, o.train);
+    WorkspaceDims dims;
+    if (o.step) {
+        seq_ = make_local_attention(
+            k, {.B = o.B, .S = o.S, .H = model.H, .Hk = model.Hk, .D = model.D});
+        step = std::make_unique<Step>(k, model, family, params, *seq_,
+                                      Step::Options{.B = o.B,
+                                                    .S = o.S,
+                                                    .positions = o.positions,
+                                                    .recompute = o.recompute,
+                                                    .train = o.train,
+                                                    .document_mask = o.document_mask});
+        step->plan(device_, pinned_);
+        dims = larger(dims, step->workspace_dims());
+    }
+    if (o.train) {
+        optimizer = std::make_unique<Optimizer>(k, params, config);
+        optimizer->plan(device_);
+    }
+    if (o.logits) device_.add("verify/logits", k.precision().act, {o.B * o.S, model.V});
+    pinned_.add("trainer/readback", DType::f64, {2, 5});
+    if (o.sample_context > 0) {
+        sampler = std::make_unique<Sampler>(k, model, family, params, o.sample_context);
+        sampler->plan(device_);
+        dims = larger(dims, sampler->workspace_dims());
+    }
+    workspace_bytes_ = k.workspace_bytes(dims);
+}
+
+Machine::~Machine() {
+    k_.device().destroy(stream_);
+    k_.device().thaw();
+}
+
+std::string Machine::table() const {
+    std::ostringstream out;
+    auto line = [&](const std::string& name, int64_t bytes, const std::string& note = "") {
+        out << "  " << std::left << std::setw(14) << name << std::right << std::setw(12)
+            << human_bytes(bytes) << std::setw(18) << bytes << " B" << note << "\n";
+    };
+    int64_t sum = 0;
+    for (const auto& [owner, bytes] : device_.bytes_by_owner()) {
+        line(owner, bytes);
+        sum += bytes;
+    }
+    line("workspace", workspace_bytes_);
+    const int64_t shared = sum - device_.bytes();
+    if (shared > 0) line("shared", -shared, "  (parts that never live at the same time)");
+    line("device total", device_bytes());
+    line("pinned host", pinned_bytes());
+    return out.str();
+}
+
+int64_t Machine::largest_batch(int64_t budget) const {
+    for (int64_t B = o_.B - 1; B >= 1; --B) {
+        Options smaller = o_;
+        smaller.B = B;
+        if (Machine(k_, model_, family_, config_, smaller).device_bytes() <= budget) return B;
+    }
+    return 0;
+}
+
+void Machine::allocate() {
+    Device& device = k_.device();
+    const int64_t free = device.free_bytes();
+    if (device_bytes() > free) {
+        const int64_t fits = o_.step ? largest_batch(free) : 0;
+        fail(Exit::out_of_memory, "memory: the plan needs ", human_bytes(device_bytes()), ", ",
+             device.name(), " has ", human_bytes(free), " free; ",
+             fits > 0 ? concat("the largest --micro-batch-size that fits is ", fits)
+                      : std::string("use a smaller --seq-length or --model, or --recompute full"),
+             "\n", table());
+    }
+    device_arena_ = Arena(device, Memory::device, device_);
+    pinned_arena_ = Arena(device, Memory::pinned, pinned_);
+    workspace_ = Buffer(device, Memory::device, workspace_bytes_);
+    stream_ = device.make_stream();
+    stream_.workspace = Tensor(workspace_.data(), DType::u8, {workspace_bytes_});
+    // NaN everywhere: a read before the first write shows up in the loss instead of in a lucky
+    // zero.
+    device.set_bytes(stream_, device_arena_.data(), 0xff, device_arena_.bytes());
+    params.bind(device_arena_, o_.train);
+    if (step) {
+        step->bind(device_arena_, pinned_arena_);
+        step->prepare(stream_);
+    }
+    if (optimizer) {
+        optimizer->bind(device_arena_);
+        k_.fill(stream_, params.gradients, 0);
+    }
+    if (sampler) sampler->bind(device_arena_);
+    device.freeze();
+}
+
+void Machine::check_high_water() const {
+    const int64_t peak = k_.device().peak(Memory::device);
+    CHECK(peak == device_bytes(), ": device memory peaked at ", peak, " bytes, the plan said ",
+          device_bytes());
+}
+
+}  // namespace torus

@@ -1,0 +1,229 @@
+// Two measures of each difference: the largest element's over the largest magnitude of the
+// reference's tensor, and the relative L2 norm.
+#include "engine/verify.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "engine/eval.h"
+#include "engine/setup.h"
+#include "kernels/float16.h"
+
+namespace torus {
+namespace {
+
+struct Reference {
+    std::string dir;
+    std::unique_ptr<TensorSource> tensors;
+    Config optimizer;  // lr, betas, eps, weight decay, clip
+    int64_t B = 0, T = 0, positions = 0;
+    Batch batch;
+    bool documents = false;
+};
+
+double number(const nlohmann::json& j, const std::string& path, const char* key) {
+    require(j.contains(key) && j.at(key).is_number(), Exit::bad_data, path, ": optimizer.", key,
+            " is missing or no number; make the reference again with scripts/make_reference.py");
+    return j.at(key).get<double>();
+}
+
+void read_optimizer(Reference& r) {
+    const std::string path = r.dir + "/reference.json";
+    std::ifstream in(path);
+    require(in.good(), Exit::missing_input, path, ": cannot be read; --verify needs a reference ",
+            "folder as scripts/make_reference.py makes it");
+    const nlohmann::json j = nlohmann::json::parse(in, nullptr, false);
+    require(j.is_object() && j.contains("optimizer") && j.at("optimizer").is_object(),
+            Exit::bad_data, path, ": no JSON object with \"optimizer\"");
+    const nlohmann::json& o = j.at("optimizer");
+    r.optimizer.lr = number(o, path, "lr");
+    r.optimizer.eps = number(o, path, "eps");
+    r.optimizer.weight_decay = number(o, path, "weight_decay");
+    r.optimizer.grad_clip = number(o, path, "grad_clip");
+    require(o.contains("betas") && o.at("betas").is_array() && o.at("betas").size() == 2,
+            Exit::bad_data, path, ": optimizer.betas is not a pair");
+    r.optimizer.beta1 = o.at("betas")[0].get<double>();
+    r.optimizer.beta2 = o.at("betas")[1].get<double>();
+}
+
+std::vector<int32_t> read_ids(const Reference& r, const char* name, int64_t low, int64_t high) {
+    const Tensor t = r.tensors->find(name);
+    require(t.dtype == DType::i64 && t.rank() == 2, Exit::bad_data, r.tensors->path(), ": ", name,
+            " is ", name_of(t.dtype), " ", t.shape.str(), ", expected int64 (B, T)");
+    require(!r.B || t.shape == Shape{r.B, r.T}, Exit::bad_data, r.tensors->path(), ": ", name,
+            " has shape ", t.shape.str(), ", input_ids have (", r.B, ", ", r.T, ")");
+    std::vector<int32_t> out;
+    for (int64_t i = 0; i < t.numel(); ++i) {
+        const int64_t value = t.as<const int64_t>()[i];
+        require(value >= low && value < high, Exit::bad_data, r.tensors->path(), ": ", name, "[", i,
+                "] is ", value, ", allowed are ", low, " to ", high - 1);
+        out.push_back(int32_t(value));
+    }
+    return out;
+}
+
+Reference read_reference(const std::string& dir, const ModelConfig& model) {
+    Reference r{.dir = dir, .tensors = open_safetensors(dir + "/reference.safetensors")};
+    read_optimizer(r);
+    constexpr int64_t most = 1 << 30;
+    Batch& b = r.batch;
+    b.ids = read_ids(r, "input_ids", 0, model.V);
+    r.B = b.B = r.tensors->find("input_ids").dim(0);
+    r.T = b.T = r.tensors->find("input_ids").dim(1);
+    b.targets = read_ids(r, "targets", -most, model.V);
+    b.valid = std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t >= 0; });
+    b.pos.resize(b.ids.size());
+    b.first_key.assign(b.ids.size(), 0);
+    for (size_t i = 0; i < b.pos.size(); ++i) b.pos[i] = int32_t(int64_t(i) % r.T);
+    if (r.tensors->has("position_ids")) b.pos = read_ids(r, "position_ids", 0, most);
+    r.positions = 1 + *std::max_element(b.pos.begin(), b.pos.end());
+    if (r.tensors->has("document_ids")) {
+        r.documents = true;
+        const std::vector<int32_t> document = read_ids(r, "document_ids", -most, most);
+        for (size_t i = 0; i < document.size(); ++i) {
+            const int64_t t = int64_t(i) % r.T;
+            b.first_key[i] = t && document[i] == document[i - 1] ? b.first_key[i - 1] : int32_t(t);
+        }
+    }
+    return r;
+}
+
+double at(const Tensor& t, int64_t i) {
+    switch (t.dtype) {
+        case DType::f64: return t.as<const double>()[i];
+        case DType::f32: return double(t.as<const float>()[i]);
+        case DType::bf16: return double(bf16_to_float(t.as<const uint16_t>()[i]));
+        default: return double(f16_to_float(t.as<const uint16_t>()[i]));
+    }
+}
+
+// How far `ours` is from `theirs` over any number of elements.
+struct Difference {
+    double largest = 0, scale = 0;  // largest |ours - theirs|, largest |theirs|
+    double squares = 0, total = 0;  // sums of (ours - theirs)^2 and theirs^2
+
+    void take(double ours, double theirs) {
+        const double d = std::fabs(ours - theirs);
+        if (!(d <= largest)) largest = d;  // keeps a NaN
+        scale = std::max(scale, std::fabs(theirs));
+        squares += d * d;
+        total += theirs * theirs;
+    }
+    double relative_largest() const { return largest / std::max(scale, 1e-300); }
+    double relative_l2() const { return std::sqrt(squares / std::max(total, 1e-300)); }
+};
+
+// Collects and prints the comparisons. In fp64 every element must agree. In fp32 the bound is on
+// the relative L2 norm: where a gradient nearly vanishes, AdamW divides rounding noise by its own
+// size, so single weights may differ by more.
+class Report {
+public:
+    explicit Report(DType dtype) : f64_(dtype == DType::f64) {
+        std::printf("  %-36s %12s %12s %9s\n", "quantity", "largest", "rel. L2", "bound");
+    }
+
+    void add(const std::string& what, const Difference& d, double f64_bound) {
+        const double bound = f64_ ? f64_bound : 1e-5;
+        const double judged = f64_ ? d.relative_largest() : d.relative_l2();
+        const bool ok = judged <= bound;  // false for NaN
+        std::printf("  %-36s %12.3e %12.3e %9.1e  %s\n", what.c_str(), d.relative_largest(),
+                    d.relative_l2(), bound, ok ? "ok" : "FAILED");
+        passed_ = passed_ && ok;
+        ++count_;
+    }
+    bool passed() const { return passed_ && count_ > 0; }
+
+private:
+    bool f64_, passed_ = true;
+    int count_ = 0;
+};
+
+// Every parameter of `flat` against prefix + name.
+void compare_parameters(Machine& m, const Tensor& flat, const Reference& r,
+                        const std::string& prefix, Report& report, double limit) {
+    for_each_host(m.params, m.kernels(), m.stream(), flat, [&](const Param& p, Tensor ours) {
+        std::vector<double> theirs(size_t(ours.numel()));
+        read_param(*r.tensors, p.spec, p.layer, Tensor(theirs.data(), DType::f64, ours.shape),
+                   prefix);
+        Difference d;
+        for (int64_t i = 0; i < ours.numel(); ++i) d.take(at(ours, i), theirs[size_t(i)]);
+        report.add(concat(prefix, p.spec.name, ".", p.layer), d, limit);
+    });
+}
+
+void compare_logits(Machine& m, const Reference& r, Report& report) {
+    const Tensor logits = m.logits(), theirs = r.tensors->find("logits");
+    require(theirs.dtype == DType::f64 && theirs.numel() == logits.numel(), Exit::bad_data,
+            r.tensors->path(), ": logits are ", name_of(theirs.dtype), " ", theirs.shape.str(),
+            ", expected fp64 (B, T, V) with ", logits.numel(), " elements");
+    std::vector<char> raw(size_t(logits.bytes()));
+    m.kernels().device().copy(m.stream(), raw.data(), logits.data, logits.bytes());
+    m.kernels().device().synchronize(m.stream());
+    const Tensor ours(raw.data(), logits.dtype, logits.shape);
+    Difference d;
+    for (int64_t i = 0; i < ours.numel(); ++i) d.take(at(ours, i), at(theirs, i));
+    report.add("logits", d, 1e-10);
+}
+
+double run_batch(Machine& m, const Reference& r, Tensor logits) {
+    m.kernels().fill(m.stream(), m.step->loss_sum(), 0);
+    const double valid = double(std::max<int64_t>(1, r.batch.valid));
+    m.step->forward_backward(m.stream(), r.batch, 1 / valid, logits);
+    return read_f64(m, m.step->loss_sum()) / valid;
+}
+
+void compare_steps(Machine& m, const Reference& r, Report& report) {
+    const Tensor losses = r.tensors->find("losses"), norms = r.tensors->find("grad_norms");
+    require(
+        losses.dtype == DType::f64 && norms.dtype == DType::f64 && losses.numel() == norms.numel(),
+        Exit::bad_data, r.tensors->path(),
+        ": losses and grad_norms must be fp64 and of one length");
+    Difference loss, norm;
+    for (int64_t i = 0; i < losses.numel(); ++i) {
+        loss.take(run_batch(m, r, {}), losses.as<const double>()[i]);
+        m.optimizer->step(m.stream(), r.optimizer.lr);
+        norm.take(read_f64(m, m.params.control), norms.as<const double>()[i]);
+    }
+    const std::string steps = concat(losses.numel(), " AdamW steps: ");
+    report.add(steps + "losses", loss, 1e-9);
+    report.add(steps + "gradient norms", norm, 1e-9);
+    compare_parameters(m, m.params.master, r, "after.", report, 1e-9);
+}
+
+}  // namespace
+
+bool verify(const Config& c) {
+    Config config = c;
+    config.model = c.verify;
+    config.seq_length = 1;
+    Setup setup = make_setup(config);
+    const Reference r = read_reference(c.verify, setup.model);
+    require(setup.family->rotary() || r.positions <= setup.model.max_T, Exit::bad_data, c.verify,
+            ": position ", r.positions - 1, " in a model of ", setup.model.max_T, " positions");
+    Machine m(*setup.kernels, setup.model, *setup.family, r.optimizer,
+              {.B = r.B,
+               .S = r.T,
+               .recompute = c.recompute,
+               .document_mask = r.documents,
+               .positions = r.positions,
+               .logits = true});
+    m.allocate();
+    load_weights(m.params, m.kernels(), m.stream(), *setup.weights);
+
+    std::printf("%s\n", setup.summary.c_str());
+    Report report(setup.kernels->precision().act);
+    Difference loss;
+    loss.take(run_batch(m, r, m.logits()), at(r.tensors->find("loss"), 0));
+    report.add("loss", loss, 1e-10);
+    compare_logits(m, r, report);
+    compare_parameters(m, m.params.gradients, r, "grad.", report, 1e-9);
+    m.kernels().fill(m.stream(), m.params.gradients, 0);
+    compare_steps(m, r, report);
+    std::printf("verify %s: %s\n", c.verify.c_str(), report.passed() ? "passed" : "FAILED");
+    return report.passed();
+}
+
+}  // namespace torus

@@ -1,0 +1,147 @@
+"""What a user gets wrong ends with one line and the documented exit code, and overwrites nothing."""
+import pathlib
+
+from harness import Cli, TEXT, main
+
+
+class WrongInput(Cli):
+    def setUp(self):
+        super().setUp()
+        (self.dir / "text.txt").write_text(TEXT)
+
+    def train(self, **changes):
+        args = {"model": "gpt2:d2x32", "data": "text.txt", "seq-length": 16, "micro-batch-size": 1,
+                "steps": 2, "device": "cpu"}
+        args.update({k.replace("_", "-"): v for k, v in changes.items()})
+        return [x for k, v in args.items() if v is not None for x in ("--" + k, v)]
+
+    def test_flags(self):
+        self.succeed(*self.train())
+        self.fail_with(64, ["--lr-shedule", "did you mean --lr-schedule"], *self.train(),
+                       "--lr-shedule", "linear")
+        self.fail_with(64, ["--step", "--steps"], *self.train(), "--step", 1)
+        for value in ["abc", "12x", "", "-1", "nan", "inf", "1e999"]:
+            self.fail_with(64, ["--lr"], *self.train(lr=value))
+        for value in ["abc", "12x", "", "-1", "0", "1.5", "99999999999999999999"]:
+            self.fail_with(64, ["--steps"], *self.train(steps=value))
+        self.fail_with(64, ["--data"], *self.train(data=None))
+        self.fail_with(64, ["--lr-schedule", "cosine"], *self.train(lr_schedule="cosin"))
+        self.fail_with(64, ["--model", "gpt2:124M"], *self.train(model="gpt2:124m2"))
+        self.fail_with(64, ["--warmup-steps"], *self.train(warmup_steps=5))
+        self.fail_with(64, ["--global-batch-tokens", "16"], *self.train(global_batch_tokens=17))
+        self.fail_with(64, ["--dtype", "fp32"], *self.train(dtype="bf16"))
+        self.fail_with(64, ["--save-every", "--save-dir"], *self.train(save_every=1))
+        self.fail_with(64, ["--lr"], *self.train(), "--lr")
+        self.fail_with(64, ["--steps"], *self.train(), "--steps", 3)
+
+    def test_config_file(self):
+        config = self.dir / "run.toml"
+        config.write_text('[model]\nmodel = "gpt2:d2x32"\n[optimizer]\nlr = 1e-3\n')
+        self.succeed(*self.train(model=None, config="run.toml"))
+        config.write_text('lr = 1e-3\n\nlearning_rate = 3\n')
+        self.fail_with(64, ["run.toml:3", "learning_rate"], *self.train(config="run.toml"))
+        config.write_text('lr = "fast"\n')
+        self.fail_with(64, ["run.toml:1", "lr"], *self.train(config="run.toml"))
+        config.write_text('lr = = 3\n')
+        self.fail_with(64, ["run.toml:1"], *self.train(config="run.toml"))
+        self.fail_with(66, ["none.toml"], *self.train(config="none.toml"))
+
+    def test_data(self):
+        self.fail_with(66, ["none_*.bin"], *self.train(data="none_*.bin"))
+        (self.dir / "empty.txt").write_text("")
+        self.fail_with(65, ["empty.txt"], *self.train(data="empty.txt"))
+        tokens = [i % 200 for i in range(100)]
+        for name, words, options in [
+                ("magic.bin", ["magic"], {"magic": 20240521}),
+                ("version.bin", ["version"], {"version": 9}),
+                ("long.bin", [], {"count": 101}),
+                ("negative.bin", [], {"count": -1})]:
+            self.shard(name, tokens, **options)
+            self.fail_with(65, [name] + words, *self.train(data=name, tokenizer="bytes"))
+        whole = self.shard("good.bin", tokens).read_bytes()
+        self.succeed(*self.train(data="good.bin", tokenizer="bytes"))
+        for cut in [0, 3, 4, 1023, 1024, len(whole) - 1]:
+            (self.dir / "cut.bin").write_bytes(whole[:cut])
+            self.fail_with(65, ["cut.bin"], *self.train(data="cut.bin", tokenizer="bytes"))
+        self.shard("short.bin", tokens[:16])
+        self.fail_with(65, ["short.bin", "16", "17"],
+                       *self.train(data="short.bin", tokenizer="bytes"))
+        self.shard("large.bin", tokens[:50] + [300] + tokens[50:])
+        self.fail_with(65, ["large.bin", "300", "50"],
+                       *self.train(data="large.bin", tokenizer="bytes", steps=20))
+
+    def test_model_files(self):
+        self.fail_with(66, ["nowhere"], *self.train(model="nowhere/model"))
+        folder = self.dir / "model"
+        folder.mkdir()
+        self.fail_with(66, ["model"], *self.train(model="model"))
+        (folder / "config.json").write_text('{"model_type": "gpt2", "n_embd": 30, "n_head": 4, '
+                                            '"n_layer": 1, "n_positions": 32, "vocab_size": 300}')
+        (folder / "model.safetensors").write_bytes(b"")
+        result = self.run_program(*self.train(model="model"))
+        self.assertIn(result.returncode, (64, 65))
+        self.assertEqual(len(result.stderr.strip().splitlines()), 1)
+
+    def test_places_that_cannot_be_written(self):
+        (self.dir / "file").write_text("mine")
+        self.fail_with(77, ["file"], *self.train(save_dir="file"))
+        self.fail_with(77, ["file/runs"], *self.train(save_dir="file/runs"))
+        self.assertEqual((self.dir / "file").read_text(), "mine")
+
+    def test_checkpoint_cut_or_changed(self):
+        run = self.train(save_dir="run", steps=1, keep=1)
+        self.succeed(*run)
+        folder = self.dir / "run" / "step_00000001"
+        for name in ["manifest.json", "model.safetensors", "optimizer.safetensors", "config.json"]:
+            path = folder / name
+            whole = path.read_bytes()
+            n = len(whole)
+            damaged = [whole[:k] for k in {0, 1, n // 3, n - 1}]
+            damaged += [whole[:k] + bytes([whole[k] ^ 1]) + whole[k + 1:] for k in
+                        {0, 9, n // 2, n - 2}]
+            for data in damaged:
+                path.write_bytes(data)
+                result = self.run_program(*self.train(save_dir="run", steps=1, resume="must"))
+                self.assertEqual(result.returncode, 65, result.stdout + result.stderr)
+                self.assertIn(name, result.stderr)
+                self.assertEqual(path.read_bytes(), data)
+            path.write_bytes(whole)
+        self.succeed(*self.train(save_dir="run", steps=1, resume="must"))
+
+
+class FirstMinutes(Cli):
+    """What a newcomer does first works."""
+
+    def test_help_plan_train_sample(self):
+        result = self.succeed("--help")
+        for word in ["--data", "--model", "--steps", "--save-dir"]:
+            self.assertIn(word, result.stdout)
+        self.assertLessEqual(max(map(len, result.stdout.splitlines())), 100)
+        (self.dir / "text.txt").write_text(TEXT)
+        plan = self.succeed("--plan", "--model", "gpt2:124M", "--device", "cpu").stdout
+        for owner in ["weights", "gradients", "optimizer", "activations", "device total"]:
+            self.assertIn(owner, plan)
+        args = ["--model", "gpt2:d2x32", "--data", "text.txt", "--val-data", "text.txt",
+                "--seq-length", 32, "--steps", 30, "--lr", 1e-2, "--eval-every", 30,
+                "--sample-every", 30, "--save-dir", "run", "--device", "cpu"]
+        self.succeed(*args)
+        result = self.succeed("--model", "run", "--generate", "It is a truth", "--sample-tokens", 20,
+                              "--device", "cpu")
+        self.assertTrue(result.stdout.startswith("It is a truth"))
+        self.assertTrue(pathlib.Path(self.dir / "run" / "step_00000030" / "config.json").exists())
+
+    def test_verify_the_golden_references(self):
+        from harness import SOURCE
+        folders = sorted((SOURCE / "test" / "golden").glob("*/reference.json"))
+        self.assertGreaterEqual(len(folders), 2)
+        for path in folders:
+            for dtype in ["fp64", "fp32"]:
+                for recompute in ["none", "full"]:
+                    with self.subTest(folder=path.parent.name, dtype=dtype):
+                        result = self.succeed("--verify", path.parent, "--dtype", dtype, "--device",
+                                              "cpu", "--recompute", recompute)
+                        self.assertIn("passed", result.stdout)
+
+
+if __name__ == "__main__":
+    main()
