@@ -1,26 +1,45 @@
 // The program: parse, run, and turn whatever went wrong into one line and an exit code.
+#include <unistd.h>
+
 #include <cstdio>
 #include <exception>
 #include <new>
 
+#include "comm/comm.h"
+#include "comm/launch.h"
 #include "engine/config.h"
-#include "engine/trainer.h"
+#include "engine/run.h"
+
+namespace {
+
+// One line from one rank: the others give rank 0, which mostly met the same, a second to speak
+// first.
+int report(torus::Exit code, const char* what) {
+    const torus::LaunchInfo info = torus::launch_info();
+    if (info.rank > 0) sleep(1);
+    if (info.rank > 0)
+        std::fprintf(stderr, "error: rank %d: %s\n", info.rank, what);
+    else
+        std::fprintf(stderr, "error: %s\n", what);
+    if (info.size > 1) torus::exit_all_ranks(code);
+    return int(code);
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
     using torus::Exit;
     try {
         torus::Config config;
         if (!torus::parse_config(argc, argv, config)) return int(Exit::ok);
+        if (!config.plan) torus::relaunch(config.ranks, argc, argv);
         return int(torus::run(config));
     } catch (const torus::Error& e) {
-        std::fprintf(stderr, "error: %s\n", e.what());
-        return int(e.code);
+        return report(e.code, e.what());
     } catch (const std::bad_alloc&) {
-        std::fprintf(stderr,
-                     "error: host memory: an allocation failed; use a smaller model or batch\n");
-        return int(Exit::out_of_memory);
+        return report(Exit::out_of_memory,
+                      "host memory: an allocation failed; use a smaller model or batch");
     } catch (const std::exception& e) {
-        std::fprintf(stderr, "error: %s\n", e.what());
-        return int(Exit::internal);
+        return report(Exit::internal, e.what());
     }
 }

@@ -36,9 +36,12 @@ struct Config {
     uint64_t seed = 42;
 
     // machine
-    std::string device = "auto";  // auto, cuda, cpu
-    std::string dtype = "auto";   // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
-    int threads = 0;              // CPU backend; 0 = all cores
+    int ranks = 0;                       // processes; 0 = as many as the launcher started
+    std::string parallel_mode = "auto";  // see comm/seq.h
+    int sp = 0, ring = 0, ulysses = 0;   // ranks that share a sequence, and how; 0 = chosen
+    std::string device = "auto";         // auto, cuda, cpu
+    std::string dtype = "auto";          // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
+    int threads = 0;                     // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
     bool plan = false;  // print the memory plan and stop
 

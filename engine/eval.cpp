@@ -11,17 +11,20 @@ double read_f64(Machine& m, Tensor scalar) {
     return value;
 }
 
-EvalResult evaluate(Machine& m, const Loader& loader, int64_t B, int64_t batches) {
-    const int64_t all = std::max<int64_t>(1, loader.sequences() / B);
+EvalResult evaluate(Machine& m, World& world, const Loader& loader, int64_t B, int64_t batches) {
+    const int64_t together = B * world.dp();
+    const int64_t all = std::max<int64_t>(1, loader.sequences() / together);
     EvalResult result;
     Batch batch;
     m.kernels().fill(m.stream(), m.step->loss_sum(), 0);
     for (int64_t i = 0; i < std::min(batches, all); ++i) {
-        loader.read(i * B, B, batch);
+        loader.read(i * together + world.dp_rank() * B, B, batch);
         m.step->forward(m.stream(), batch);
-        result.tokens += batch.valid;
+        if (world.mesh().sp->rank() == 0) result.tokens += batch.valid;  // the others hold the same
     }
+    world.data().all_reduce(m.stream(), m.step->loss_sum());
     const double sum = read_f64(m, m.step->loss_sum());
+    result.tokens = world.sum(result.tokens);
     result.loss = result.tokens ? sum / double(result.tokens) : 0;
     return result;
 }

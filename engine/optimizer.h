@@ -1,6 +1,7 @@
 // Optimizer: global gradient norm, clip, AdamW over the flat ranges. A step whose norm is not
 // finite changes nothing but the count of skipped steps. No host synchronisation.
 #pragma once
+#include "comm/comm.h"
 #include "engine/config.h"
 #include "engine/params.h"
 
@@ -8,16 +9,19 @@ namespace torus {
 
 class Optimizer {
 public:
-    Optimizer(Kernels&, Parameters&, const Config&);
+    // `all`: the ranks whose gradients add up; null = this one alone.
+    Optimizer(Kernels&, Parameters&, const Config&, Comm* all = nullptr);
     void plan(Layout&) const;  // owner "optimizer/"
     void bind(const Arena&);
-    // Norm, clip, update at learning rate `lr`, then clears the gradients for the next step.
-    // `unscale` is multiplied into every gradient first (fp16 loss scaling; 1 otherwise).
+    // Sum over ranks, norm, clip, update at learning rate `lr`, then clears the gradients for the
+    // next step. `unscale` is multiplied into every gradient first (fp16 loss scaling; 1
+    // otherwise).
     void step(Stream&, double lr, double unscale = 1);
 
 private:
     Kernels& k_;
     Parameters& params_;
+    Comm* all_;
     double beta1_, beta2_, eps_, weight_decay_, grad_clip_;
     Tensor sum_squares_;  // f64 (1)
 };

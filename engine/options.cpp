@@ -7,6 +7,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "comm/seq.h"
 #include "data/files.h"
 #include "data/utf8.h"
 
@@ -17,6 +18,16 @@ constexpr double any = 1e300;       // no upper bound
 constexpr double big = 2147483647;  // positions and batch indices fit int32 on the device
 constexpr double steps_limit = 1e12, tokens_limit = 1e15;
 constexpr double seed_limit = 1e18;  // TOML's integers are signed
+
+// The registry's modes and the names that other systems use for them.
+std::vector<const char*> mode_names() {
+    std::vector<const char*> names = {"auto"};
+    for (const SeqMode& m : seq_modes()) {
+        names.push_back(m.name.c_str());
+        if (!m.alias.empty()) names.push_back(m.alias.c_str());
+    }
+    return names;
+}
 
 std::vector<Option> make_options() {
     using enum OptionGroup;
@@ -133,6 +144,27 @@ std::vector<Option> make_options() {
          &C::dtype,
          {0, 0},
          {"auto", "bf16", "fp16", "fp32", "fp64"}},
+        {"ranks",
+         machine,
+         "N",
+         "processes, one GPU each; starts itself under mpirun. 0 = as many as the launcher",
+         &C::ranks,
+         {0, 65536}},
+        {"parallel-mode",
+         machine,
+         "NAME",
+         "auto, data_parallel, ulysses, ring, zigzag_ring, dist_flash or usp",
+         &C::parallel_mode,
+         {0, 0},
+         mode_names()},
+        {"sp", machine, "N", "ranks that share each sequence; 0 = chosen", &C::sp, {0, 65536}},
+        {"ring", machine, "N", "of these, ranks in a ring; 0 = chosen", &C::ring, {0, 65536}},
+        {"ulysses",
+         machine,
+         "N",
+         "of these, ranks that exchange heads; 0 = chosen",
+         &C::ulysses,
+         {0, 65536}},
         {"threads",
          machine,
          "N",

@@ -34,8 +34,10 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
     params.plan(device_, o.train);
     WorkspaceDims dims;
     if (o.step) {
-        seq_ = make_local_attention(
-            k, {.B = o.B, .S = o.S, .H = model.H, .Hk = model.Hk, .D = model.D});
+        const AttnDims attention{.B = o.B, .S = o.S, .H = model.H, .Hk = model.Hk, .D = model.D};
+        const bool shared = o.mesh && o.mesh->shape.sp() > 1;
+        seq_ = shared ? make_seq_parallel(o.mode, k, *o.mesh, attention)
+                      : make_local_attention(k, attention);
         step = std::make_unique<Step>(k, model, family, params, *seq_,
                                       Step::Options{.B = o.B,
                                                     .S = o.S,
@@ -44,10 +46,10 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
                                                     .train = o.train,
                                                     .document_mask = o.document_mask});
         step->plan(device_, pinned_);
-        dims = larger(dims, step->workspace_dims());
+        dims = larger(larger(dims, step->workspace_dims()), seq_->workspace());
     }
     if (o.train) {
-        optimizer = std::make_unique<Optimizer>(k, params, config);
+        optimizer = std::make_unique<Optimizer>(k, params, config, o.all);
         optimizer->plan(device_);
     }
     if (o.logits) device_.add("verify/logits", k.precision().act, {o.B * o.S, model.V});

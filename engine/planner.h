@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/mesh.h"
 #include "engine/config.h"
 #include "engine/optimizer.h"
 #include "engine/sample.h"
@@ -22,7 +23,10 @@ public:
         bool document_mask = false;
         int64_t sample_context = 0;  // 0 = no sampler
         int64_t positions = 0;       // most positions a batch uses, when more than S
-        bool logits = false;         // room for the logits of one batch (--verify)
+        Mesh* mesh = nullptr;        // null: one rank
+        std::string mode = "data_parallel";
+        Comm* all = nullptr;  // the ranks whose gradients add up
+        bool logits = false;  // room for the logits of one batch (--verify)
     };
     Machine(Kernels&, const ModelConfig&, const Family&, const Config&, const Options&);
 

@@ -82,7 +82,7 @@ DType resolve_dtype(const Config& c, const std::string& device) {
          cuda ? "bf16, fp16 or fp32" : "fp32 or fp64");
 }
 
-Setup make_setup(const Config& c) {
+Setup make_setup(const Config& c, int gpu) {
     Setup s;
     const std::string device = resolve_device(c);
     const DType dtype = resolve_dtype(c, device);
@@ -104,6 +104,7 @@ Setup make_setup(const Config& c) {
         if (s.tokenizer) s.model.V = s.tokenizer->vocab_size();
         s.model.max_T = std::max(s.model.max_T, c.seq_length);
     }
+    s.cuda = device == "cuda";
     validate(s.model);
     s.family = &family(s.model.family);
     require(s.family->rotary() || c.seq_length <= s.model.max_T, Exit::usage, "--seq-length ",
@@ -113,7 +114,7 @@ Setup make_setup(const Config& c) {
 #ifdef _OPENMP
     if (c.threads > 0) omp_set_num_threads(c.threads);
 #endif
-    s.kernels = device == "cuda" ? make_cuda_kernels(dtype, 0)
+    s.kernels = device == "cuda" ? make_cuda_kernels(dtype, gpu)
                                  : make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
     s.summary = concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ",
                        s.model.L, ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ",

@@ -13,6 +13,7 @@ namespace torus {
 struct Setup {
     std::unique_ptr<Kernels> kernels;
     ModelConfig model;
+    bool cuda = false;
     const Family* family = nullptr;
     std::unique_ptr<TensorSource> weights;  // null: random initialisation
     std::unique_ptr<Tokenizer> tokenizer;   // null: the data is tokens and nobody said which
@@ -20,7 +21,8 @@ struct Setup {
 };
 
 // Throws Error for everything a user can get wrong about device, dtype, model and tokenizer.
-Setup make_setup(const Config&);
+// `gpu`: which GPU of this machine, for --device cuda.
+Setup make_setup(const Config&, int gpu);
 
 // "cuda" or "cpu"
 std::string resolve_device(const Config&);

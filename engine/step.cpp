@@ -97,6 +97,7 @@ Ctx Step::context(Stream& s, bool recompute) const {
 void Step::upload(Stream& s, const Batch& batch) {
     CHECK(batch.B == o_.B && batch.T == o_.S, ": batch of ", batch.B, " x ", batch.T, ", step of ",
           o_.B, " x ", o_.S);
+    seq_.set_documents(o_.document_mask ? batch.first_key.data() : nullptr);
     Device& device = k_.device();
     if (in_flight_) device.synchronize(uploaded_);  // the copy from the staging buffer
     int32_t* out = staged_.as<int32_t>();

@@ -23,6 +23,10 @@ void watch_signals() {
     std::signal(SIGPIPE, SIG_IGN);
 }
 
+void request_stop() {
+    if (!received) received = SIGTERM;
+}
+
 int stop_requested() { return received; }
 
 }  // namespace torus

@@ -199,7 +199,7 @@ bool verify(const Config& c) {
     Config config = c;
     config.model = c.verify;
     config.seq_length = 1;
-    Setup setup = make_setup(config);
+    Setup setup = make_setup(config, 0);
     const Reference r = read_reference(c.verify, setup.model);
     require(setup.family->rotary() || r.positions <= setup.model.max_T, Exit::bad_data, c.verify,
             ": position ", r.positions - 1, " in a model of ", setup.model.max_T, " positions");

@@ -115,7 +115,7 @@ public:
     std::string path() const override { return file_.path(); }
     Tensor find(const std::string& name) const override {
         const auto it = tensors_.find(name);
-        require(it != tensors_.end(), Exit::bad_data, path(), ": has no tensor \"", printable(name),
+        require(it != tensors_.end(), Exit::bad_data, path(), ": has no tensor \"", escaped(name),
                 "\"");
         const auto& [offset, shape] = it->second;
         return Tensor(const_cast<char*>(file_.data()) + offset, header_.dtype, shape);

@@ -39,7 +39,7 @@ MappedFile::~MappedFile() {
     if (data_) ::munmap(data_, size_t(size_));
 }
 
-std::string printable(std::string_view text) {
+std::string escaped(std::string_view text) {
     constexpr char hex[] = "0123456789abcdef";
     std::string out;
     for (const char ch : text) {

@@ -25,6 +25,6 @@ private:
 };
 
 // Untrusted text for a message: control and non-ASCII bytes escaped, cut to 80 characters.
-std::string printable(std::string_view text);
+std::string escaped(std::string_view text);
 
 }  // namespace torus

@@ -42,7 +42,7 @@ private:
         require(key.size() <= limits_.key_bytes, Exit::bad_data, path_, ": JSON key of ",
                 key.size(), " bytes, allowed are ", limits_.key_bytes);
         require(open_.back().keys.insert(key).second, Exit::bad_data, path_, ": JSON key \"",
-                printable(key), "\" appears twice");
+                escaped(key), "\" appears twice");
         check_count(open_.back());
     }
     void count_item() {  // objects are counted by their keys
@@ -70,7 +70,7 @@ nlohmann::json parse_strict(std::string_view text, const std::string& path, Json
                                          return true;
                                      });
     } catch (const nlohmann::json::exception& e) {
-        fail(Exit::bad_data, path, ": not valid JSON: ", printable(e.what()));
+        fail(Exit::bad_data, path, ": not valid JSON: ", escaped(e.what()));
     }
 }
 

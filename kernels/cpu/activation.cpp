@@ -51,8 +51,8 @@ CLONES void swiglu_gradient(T* dgate, T* dup, const T* dout, const T* gate, cons
 
 template <class T>
 void CpuKernels<T>::gelu_forward(Stream&, Tensor out, Tensor x) {
-    expect("gelu_forward: x", x, type, x.shape);
-    expect("gelu_forward: out", out, type, x.shape);
+    expect("gelu_forward", "x", x, type, x.shape);
+    expect("gelu_forward", "out", out, type, x.shape);
     parallel_ranges(x.numel(), [&](int64_t begin, int64_t end) {
         gelu(out.as<T>() + begin, x.as<T>() + begin, end - begin);
     });
@@ -60,9 +60,9 @@ void CpuKernels<T>::gelu_forward(Stream&, Tensor out, Tensor x) {
 
 template <class T>
 void CpuKernels<T>::gelu_backward(Stream&, Tensor dx, Tensor dout, Tensor x) {
-    expect("gelu_backward: x", x, type, x.shape);
-    expect("gelu_backward: dout", dout, type, x.shape);
-    expect("gelu_backward: dx", dx, type, x.shape);
+    expect("gelu_backward", "x", x, type, x.shape);
+    expect("gelu_backward", "dout", dout, type, x.shape);
+    expect("gelu_backward", "dx", dx, type, x.shape);
     parallel_ranges(x.numel(), [&](int64_t begin, int64_t end) {
         gelu_gradient(dx.as<T>() + begin, dout.as<T>() + begin, x.as<T>() + begin, end - begin);
     });
@@ -70,9 +70,9 @@ void CpuKernels<T>::gelu_backward(Stream&, Tensor dx, Tensor dout, Tensor x) {
 
 template <class T>
 void CpuKernels<T>::swiglu_forward(Stream&, Tensor out, Tensor gate_up) {
-    expect_rank("swiglu_forward: out", out, type, 2);
+    expect_rank("swiglu_forward", "out", out, type, 2);
     const int64_t N = out.dim(0), F = out.dim(1);
-    expect("swiglu_forward: gate_up", gate_up, type, {N, 2 * F});
+    expect("swiglu_forward", "gate_up", gate_up, type, {N, 2 * F});
     parallel_for(N, 8 * F, [&](int64_t n) {
         const T* gate = gate_up.as<T>() + n * 2 * F;
         swiglu(out.as<T>() + n * F, gate, gate + F, F);
@@ -81,10 +81,10 @@ void CpuKernels<T>::swiglu_forward(Stream&, Tensor out, Tensor gate_up) {
 
 template <class T>
 void CpuKernels<T>::swiglu_backward(Stream&, Tensor dgate_up, Tensor dout, Tensor gate_up) {
-    expect_rank("swiglu_backward: dout", dout, type, 2);
+    expect_rank("swiglu_backward", "dout", dout, type, 2);
     const int64_t N = dout.dim(0), F = dout.dim(1);
-    expect("swiglu_backward: gate_up", gate_up, type, {N, 2 * F});
-    expect("swiglu_backward: dgate_up", dgate_up, type, {N, 2 * F});
+    expect("swiglu_backward", "gate_up", gate_up, type, {N, 2 * F});
+    expect("swiglu_backward", "dgate_up", dgate_up, type, {N, 2 * F});
     parallel_for(N, 8 * F, [&](int64_t n) {
         const T* gate = gate_up.as<T>() + n * 2 * F;
         T* dgate = dgate_up.as<T>() + n * 2 * F;

@@ -67,8 +67,8 @@ void publish(const AdamW& a, int64_t begin, int64_t end) {
 template <class T>
 void CpuKernels<T>::grad_control(Stream&, Tensor control, Tensor sum_squares, double max_norm,
                                  double unscale) {
-    expect("grad_control: control", control, DType::f64, {4});
-    expect("grad_control: sum_squares", sum_squares, DType::f64, {1});
+    expect("grad_control", "control", control, DType::f64, {4});
+    expect("grad_control", "sum_squares", sum_squares, DType::f64, {1});
     double* c = control.as<double>();
     c[norm] = std::sqrt(*sum_squares.as<double>()) * unscale;
     if (!std::isfinite(c[norm])) {
@@ -82,16 +82,16 @@ void CpuKernels<T>::grad_control(Stream&, Tensor control, Tensor sum_squares, do
 
 template <class T>
 void CpuKernels<T>::adamw(Stream&, const AdamW& a) {
-    expect_rank("adamw: master", a.master, type, 1);
+    expect_rank("adamw", "master", a.master, type, 1);
     const int64_t n = a.master.dim(0);
-    expect("adamw: m", a.m, type, {n});
-    expect("adamw: v", a.v, type, {n});
-    expect("adamw: grad", a.grad, type, {n});
-    expect("adamw: control", a.control, DType::f64, {4});
+    expect("adamw", "m", a.m, type, {n});
+    expect("adamw", "v", a.v, type, {n});
+    expect("adamw", "grad", a.grad, type, {n});
+    expect("adamw", "control", a.control, DType::f64, {4});
     // Half parameters define what a backend with fp32 masters publishes.
     const bool half =
         type == DType::f32 && (a.param.dtype == DType::bf16 || a.param.dtype == DType::f16);
-    expect("adamw: param", a.param, half ? a.param.dtype : type, {n});
+    expect("adamw", "param", a.param, half ? a.param.dtype : type, {n});
     CHECK(!a.stochastic || a.param.dtype == DType::bf16,
           ": adamw: stochastic rounding is for bf16 parameters, not ", name_of(a.param.dtype));
     const double* control = a.control.as<double>();

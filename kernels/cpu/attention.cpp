@@ -62,16 +62,16 @@ struct Sizes {
 };
 
 template <class Call>
-Sizes check_inputs(const char* what, const Call& c, DType type) {
-    expect_rank(what, c.q, type, 4, true);
-    expect_rank(what, c.k, type, 4, true);
+Sizes check_inputs(const char* op, const Call& c, DType type) {
+    expect_rank(op, "q", c.q, type, 4, true);
+    expect_rank(op, "k", c.k, type, 4, true);
     const Sizes z{c.q.dim(0), c.q.dim(1), c.k.dim(1), c.q.dim(2), c.k.dim(2), c.q.dim(3)};
-    CHECK(z.Hk > 0 && z.H % z.Hk == 0, ": ", what, ": ", z.H, " heads over ", z.Hk,
+    CHECK(z.Hk > 0 && z.H % z.Hk == 0, ": ", op, ": ", z.H, " heads over ", z.Hk,
           " key-value heads");
-    expect(what, c.k, type, {z.B, z.Tk, z.Hk, z.D}, true);
-    expect(what, c.v, type, {z.B, z.Tk, z.Hk, z.D}, true);
-    expect(what, c.lse, type, {z.B, z.H, z.Tq});
-    if (c.first_key) expect(what, c.first_key, DType::i32, {z.B, z.Tq}, true);
+    expect(op, "k", c.k, type, {z.B, z.Tk, z.Hk, z.D}, true);
+    expect(op, "v", c.v, type, {z.B, z.Tk, z.Hk, z.D}, true);
+    expect(op, "lse", c.lse, type, {z.B, z.H, z.Tq});
+    if (c.first_key) expect(op, "first_key", c.first_key, DType::i32, {z.B, z.Tq}, true);
     return z;
 }
 
@@ -201,8 +201,8 @@ void clear_head(const Tensor& t, int64_t b, int64_t h) {
 
 template <class T>
 void CpuKernels<T>::attention_forward(Stream&, const Attn& a) {
-    const Sizes z = check_inputs("attention_forward: q, k, v, lse or first_key", a, type);
-    expect("attention_forward: o", a.o, type, {z.B, z.Tq, z.H, z.D}, true);
+    const Sizes z = check_inputs("attention_forward", a, type);
+    expect("attention_forward", "o", a.o, type, {z.B, z.Tq, z.H, z.D}, true);
     const int64_t blocks = (z.Tq + block_q - 1) / block_q;
     parallel_tasks(z.B * z.H * blocks, std::min(block_q, z.Tq) * z.Tk * z.D / 8, [&](int64_t task) {
         const int64_t i = task % blocks * block_q, h = task / blocks % z.H, b = task / blocks / z.H;
@@ -212,10 +212,10 @@ void CpuKernels<T>::attention_forward(Stream&, const Attn& a) {
 
 template <class T>
 void CpuKernels<T>::attention_delta(Stream&, Tensor delta, Tensor dout, Tensor o) {
-    expect_rank("attention_delta: dout", dout, type, 4, true);
+    expect_rank("attention_delta", "dout", dout, type, 4, true);
     const int64_t B = dout.dim(0), Tn = dout.dim(1), H = dout.dim(2), D = dout.dim(3);
-    expect("attention_delta: o", o, type, {B, Tn, H, D}, true);
-    expect("attention_delta: delta", delta, type, {B, H, Tn});
+    expect("attention_delta", "o", o, type, {B, Tn, H, D}, true);
+    expect("attention_delta", "delta", delta, type, {B, H, Tn});
     parallel_for(B * H, Tn * D, [&](int64_t bh) {
         const Head<T> g(dout, bh / H, bh % H), out(o, bh / H, bh % H);
         for (int64_t i = 0; i < Tn; ++i) {
@@ -228,12 +228,12 @@ void CpuKernels<T>::attention_delta(Stream&, Tensor delta, Tensor dout, Tensor o
 
 template <class T>
 void CpuKernels<T>::attention_backward(Stream&, const AttnGrad& g) {
-    const Sizes z = check_inputs("attention_backward: q, k, v, lse or first_key", g, type);
-    expect("attention_backward: dout", g.dout, type, {z.B, z.Tq, z.H, z.D}, true);
-    expect("attention_backward: delta", g.delta, type, {z.B, z.H, z.Tq});
-    expect("attention_backward: dq", g.dq, type, {z.B, z.Tq, z.H, z.D}, true);
-    expect("attention_backward: dk", g.dk, type, {z.B, z.Tk, z.Hk, z.D}, true);
-    expect("attention_backward: dv", g.dv, type, {z.B, z.Tk, z.Hk, z.D}, true);
+    const Sizes z = check_inputs("attention_backward", g, type);
+    expect("attention_backward", "dout", g.dout, type, {z.B, z.Tq, z.H, z.D}, true);
+    expect("attention_backward", "delta", g.delta, type, {z.B, z.H, z.Tq});
+    expect("attention_backward", "dq", g.dq, type, {z.B, z.Tq, z.H, z.D}, true);
+    expect("attention_backward", "dk", g.dk, type, {z.B, z.Tk, z.Hk, z.D}, true);
+    expect("attention_backward", "dv", g.dv, type, {z.B, z.Tk, z.Hk, z.D}, true);
     const int64_t group = z.H / z.Hk;
     parallel_tasks(z.B * z.Hk, group * z.Tq * z.Tk * z.D / 4, [&](int64_t task) {
         const int64_t b = task / z.Hk, hk = task % z.Hk;
@@ -249,11 +249,11 @@ void CpuKernels<T>::attention_backward(Stream&, const AttnGrad& g) {
 
 template <class T>
 void CpuKernels<T>::attention_merge(Stream&, Tensor o, Tensor lse, Tensor o2, Tensor lse2) {
-    expect_rank("attention_merge: o", o, type, 4, true);
+    expect_rank("attention_merge", "o", o, type, 4, true);
     const int64_t B = o.dim(0), Tn = o.dim(1), H = o.dim(2), D = o.dim(3);
-    expect("attention_merge: o2", o2, type, {B, Tn, H, D}, true);
-    expect("attention_merge: lse", lse, type, {B, H, Tn});
-    expect("attention_merge: lse2", lse2, type, {B, H, Tn});
+    expect("attention_merge", "o2", o2, type, {B, Tn, H, D}, true);
+    expect("attention_merge", "lse", lse, type, {B, H, Tn});
+    expect("attention_merge", "lse2", lse2, type, {B, H, Tn});
     parallel_for(B * H, Tn * D, [&](int64_t bh) {
         const Head<T> x(o, bh / H, bh % H), y(o2, bh / H, bh % H);
         for (int64_t i = 0; i < Tn; ++i) {

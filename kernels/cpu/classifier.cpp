@@ -28,11 +28,11 @@ CLONES double exponentials(T* out, const T* x, T max, int64_t n) {
 template <class T>
 void CpuKernels<T>::classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogits, Tensor targets,
                                int64_t V, double dloss) {
-    expect_rank("classifier: logits", logits, type, 2);
+    expect_rank("classifier", "logits", logits, type, 2);
     const int64_t n = logits.dim(0), Vp = logits.dim(1);
-    expect("classifier: loss", loss, type, {n});
-    expect("classifier: targets", targets, DType::i32, {n});
-    if (dlogits) expect("classifier: dlogits", dlogits, type, {n, Vp});
+    expect("classifier", "loss", loss, type, {n});
+    expect("classifier", "targets", targets, DType::i32, {n});
+    if (dlogits) expect("classifier", "dlogits", dlogits, type, {n, Vp});
     CHECK(V > 0 && V <= Vp, ": classifier: vocabulary ", V, " of ", Vp, " columns");
     const int32_t* target = targets.as<int32_t>();
     for (int64_t i = 0; i < n; ++i)

@@ -37,13 +37,14 @@ template <>
 inline constexpr DType dtype_of<int32_t> = DType::i32;
 
 // Checks one argument of an op: there, of this type and shape, rows dense and, unless pitched,
-// contiguous. `what` is "op: name".
-void expect(const char* what, const Tensor& t, DType type, const Shape& shape,
+// contiguous.
+void expect(const char* op, const char* name, const Tensor& t, DType type, const Shape& shape,
             bool pitched = false);
 // The same for an argument whose own shape is the measure.
-void expect_rank(const char* what, const Tensor& t, DType type, int rank, bool pitched = false);
+void expect_rank(const char* op, const char* name, const Tensor& t, DType type, int rank,
+                 bool pitched = false);
 // All entries of an index tensor i32 (n) lie in [0, limit).
-void expect_indices(const char* what, const Tensor& t, int64_t limit);
+void expect_indices(const char* op, const char* name, const Tensor& t, int64_t limit);
 
 template <class T>
 class CpuKernels final : public Kernels {

@@ -94,32 +94,38 @@ void CpuDevice::synchronize(Event&) {}
 
 namespace {
 
-void expect_layout(const char* what, const Tensor& t, DType type, bool pitched) {
-    CHECK(t.dtype == type, ": ", what, " is ", name_of(t.dtype), ", must be ", name_of(type));
-    CHECK(t || t.numel() == 0, ": ", what, " has no memory");
+void expect_layout(const char* op, const char* name, const Tensor& t, DType type, bool pitched) {
+    CHECK(t.dtype == type, ": ", op, ": ", name, " is ", name_of(t.dtype), ", must be ",
+          name_of(type));
+    CHECK(t || t.numel() == 0, ": ", op, ": ", name, " has no memory");
     const int last = t.rank() - 1;
-    CHECK(pitched ? last < 0 || t.dim(last) <= 1 || t.pitch(last) == 1 : t.contiguous(), ": ", what,
-          " ", t.shape.str(), pitched ? " must have dense rows" : " must be contiguous");
+    CHECK(pitched ? last < 0 || t.dim(last) <= 1 || t.pitch(last) == 1 : t.contiguous(), ": ", op,
+          ": ", name, " ", t.shape.str(),
+          pitched ? " must have dense rows" : " must be contiguous");
 }
 
 }  // namespace
 
-void expect(const char* what, const Tensor& t, DType type, const Shape& shape, bool pitched) {
-    CHECK(t || t.rank() > 0, ": ", what, " is absent, must be ", name_of(type), " ", shape.str());
-    CHECK(t.shape == shape, ": ", what, " is ", t.shape.str(), ", must be ", shape.str());
-    expect_layout(what, t, type, pitched);
+void expect(const char* op, const char* name, const Tensor& t, DType type, const Shape& shape,
+            bool pitched) {
+    CHECK(t || t.rank() > 0, ": ", op, ": ", name, " is absent, must be ", name_of(type), " ",
+          shape.str());
+    CHECK(t.shape == shape, ": ", op, ": ", name, " is ", t.shape.str(), ", must be ", shape.str());
+    expect_layout(op, name, t, type, pitched);
 }
 
-void expect_rank(const char* what, const Tensor& t, DType type, int rank, bool pitched) {
-    CHECK(t || t.rank() > 0, ": ", what, " is absent, must be ", name_of(type), " of rank ", rank);
-    CHECK(t.rank() == rank, ": ", what, " is ", t.shape.str(), ", must have rank ", rank);
-    expect_layout(what, t, type, pitched);
+void expect_rank(const char* op, const char* name, const Tensor& t, DType type, int rank,
+                 bool pitched) {
+    CHECK(t || t.rank() > 0, ": ", op, ": ", name, " is absent, must be ", name_of(type),
+          " of rank ", rank);
+    CHECK(t.rank() == rank, ": ", op, ": ", name, " is ", t.shape.str(), ", must have rank ", rank);
+    expect_layout(op, name, t, type, pitched);
 }
 
-void expect_indices(const char* what, const Tensor& t, int64_t limit) {
+void expect_indices(const char* op, const char* name, const Tensor& t, int64_t limit) {
     const int32_t* index = t.as<int32_t>();
     for (int64_t i = 0; i < t.numel(); ++i)
-        CHECK(index[i] >= 0 && index[i] < limit, ": ", what, "[", i, "] is ", index[i],
+        CHECK(index[i] >= 0 && index[i] < limit, ": ", op, ": ", name, "[", i, "] is ", index[i],
               ", must be in [0, ", limit, ")");
 }
 

@@ -102,7 +102,7 @@ void cast_elements(Tensor dst, Tensor src) {
 
 template <class T>
 void CpuKernels<T>::fill(Stream&, Tensor x, double value) {
-    expect("fill: x", x, x.dtype, x.shape);
+    expect("fill", "x", x, x.dtype, x.shape);
     const auto all = [&](auto* p, auto v) {
         parallel_ranges(x.numel(),
                         [&](int64_t begin, int64_t end) { std::fill(p + begin, p + end, v); });
@@ -116,8 +116,8 @@ void CpuKernels<T>::fill(Stream&, Tensor x, double value) {
 
 template <class T>
 void CpuKernels<T>::cast(Stream&, Tensor dst, Tensor src) {
-    expect("cast: src", src, src.dtype, src.shape, true);
-    expect("cast: dst", dst, dst.dtype, src.shape, true);
+    expect("cast", "src", src, src.dtype, src.shape, true);
+    expect("cast", "dst", dst, dst.dtype, src.shape, true);
     if (dst.numel() == 0) return;
     if (src.dtype == DType::i32) {
         CHECK(dst.dtype == DType::i32, ": cast: int32 to ", name_of(dst.dtype));
@@ -132,8 +132,8 @@ void CpuKernels<T>::cast(Stream&, Tensor dst, Tensor src) {
 template <class T>
 void CpuKernels<T>::cast_stochastic(Stream&, Tensor dst, Tensor src, uint64_t seed,
                                     uint64_t stream_id, uint64_t offset) {
-    expect_rank("cast_stochastic: src", src, DType::f32, 1);
-    expect("cast_stochastic: dst", dst, DType::bf16, src.shape);
+    expect_rank("cast_stochastic", "src", src, DType::f32, 1);
+    expect("cast_stochastic", "dst", dst, DType::bf16, src.shape);
     uint16_t* to = dst.as<uint16_t>();
     const float* from = src.as<float>();
     parallel_ranges(src.numel(), [&](int64_t begin, int64_t end) {
@@ -145,9 +145,9 @@ void CpuKernels<T>::cast_stochastic(Stream&, Tensor dst, Tensor src, uint64_t se
 
 template <class T>
 void CpuKernels<T>::add(Stream&, Tensor out, Tensor a, Tensor b) {
-    expect("add: out", out, type, out.shape);
-    expect("add: a", a, type, out.shape);
-    expect("add: b", b, type, out.shape);
+    expect("add", "out", out, type, out.shape);
+    expect("add", "a", a, type, out.shape);
+    expect("add", "b", b, type, out.shape);
     T* o = out.as<T>();
     const T *x = a.as<T>(), *y = b.as<T>();
     parallel_ranges(out.numel(), [&](int64_t begin, int64_t end) {
@@ -157,7 +157,7 @@ void CpuKernels<T>::add(Stream&, Tensor out, Tensor a, Tensor b) {
 
 template <class T>
 void CpuKernels<T>::scale(Stream&, Tensor x, double factor) {
-    expect("scale: x", x, type, x.shape);
+    expect("scale", "x", x, type, x.shape);
     T* p = x.as<T>();
     parallel_ranges(x.numel(), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) p[i] *= T(factor);

@@ -103,13 +103,13 @@ Strided<T> matrix(const Tensor& t) {
 template <class T>
 void CpuKernels<T>::matmul_forward(Stream&, Tensor out, Tensor x, Tensor w, Tensor bias,
                                    Tensor residual) {
-    expect_rank("matmul_forward: x", x, type, 2, true);
-    expect_rank("matmul_forward: w", w, type, 2);
+    expect_rank("matmul_forward", "x", x, type, 2, true);
+    expect_rank("matmul_forward", "w", w, type, 2);
     const int64_t N = x.dim(0), C = x.dim(1), O = w.dim(0);
-    expect("matmul_forward: w", w, type, {O, C});
-    expect("matmul_forward: out", out, type, {N, O}, true);
-    if (bias) expect("matmul_forward: bias", bias, type, {O});
-    if (residual) expect("matmul_forward: residual", residual, type, {N, O}, true);
+    expect("matmul_forward", "w", w, type, {O, C});
+    expect("matmul_forward", "out", out, type, {N, O}, true);
+    if (bias) expect("matmul_forward", "bias", bias, type, {O});
+    if (residual) expect("matmul_forward", "residual", residual, type, {N, O}, true);
     T* o = out.as<T>();
     const T *b = bias ? bias.as<T>() : nullptr, *r = residual ? residual.as<T>() : nullptr;
     const Product<T> product{
@@ -132,11 +132,11 @@ void CpuKernels<T>::matmul_forward(Stream&, Tensor out, Tensor x, Tensor w, Tens
 template <class T>
 void CpuKernels<T>::matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tensor w,
                                           bool accumulate) {
-    expect_rank("matmul_backward_input: dout", dout, type, 2, true);
-    expect_rank("matmul_backward_input: w", w, type, 2);
+    expect_rank("matmul_backward_input", "dout", dout, type, 2, true);
+    expect_rank("matmul_backward_input", "w", w, type, 2);
     const int64_t N = dout.dim(0), O = dout.dim(1), C = w.dim(1);
-    expect("matmul_backward_input: w", w, type, {O, C});
-    expect("matmul_backward_input: dx", dx, type, {N, C}, true);
+    expect("matmul_backward_input", "w", w, type, {O, C});
+    expect("matmul_backward_input", "dx", dx, type, {N, C}, true);
     const Product<T> product{
         N, C, O, matrix<T>(dout), matrix<T>(w), dx.as<T>(), dx.pitch(0), options_.plain_matmul};
     product.run([=](int64_t, int64_t, int64_t) { return accumulate; });
@@ -144,12 +144,12 @@ void CpuKernels<T>::matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tenso
 
 template <class T>
 void CpuKernels<T>::matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) {
-    expect_rank("matmul_backward_weight: dout", dout, type, 2, true);
-    expect_rank("matmul_backward_weight: x", x, type, 2, true);
+    expect_rank("matmul_backward_weight", "dout", dout, type, 2, true);
+    expect_rank("matmul_backward_weight", "x", x, type, 2, true);
     const int64_t N = dout.dim(0), O = dout.dim(1), C = x.dim(1);
-    expect("matmul_backward_weight: x", x, type, {N, C}, true);
-    expect("matmul_backward_weight: dw", dw, type, {O, C});
-    if (db) expect("matmul_backward_weight: db", db, type, {O});
+    expect("matmul_backward_weight", "x", x, type, {N, C}, true);
+    expect("matmul_backward_weight", "dw", dw, type, {O, C});
+    if (db) expect("matmul_backward_weight", "db", db, type, {O});
     const Product<T> product{
         O, C, N, matrix<T>(dout).t(), matrix<T>(x), dw.as<T>(), dw.pitch(0), options_.plain_matmul};
     product.run([](int64_t, int64_t, int64_t) { return true; });

@@ -65,13 +65,13 @@ void weights_backward(T* dw, T* db, const T* dout, const T* x, const T* mean, co
 template <class T>
 void CpuKernels<T>::layernorm_forward(Stream&, Tensor out, Tensor mean, Tensor rstd, Tensor x,
                                       Tensor w, Tensor b, double eps) {
-    expect_rank("layernorm_forward: x", x, type, 2);
+    expect_rank("layernorm_forward", "x", x, type, 2);
     const int64_t N = x.dim(0), C = x.dim(1);
-    expect("layernorm_forward: out", out, type, {N, C});
-    expect("layernorm_forward: mean", mean, type, {N});
-    expect("layernorm_forward: rstd", rstd, type, {N});
-    expect("layernorm_forward: w", w, type, {C});
-    expect("layernorm_forward: b", b, type, {C});
+    expect("layernorm_forward", "out", out, type, {N, C});
+    expect("layernorm_forward", "mean", mean, type, {N});
+    expect("layernorm_forward", "rstd", rstd, type, {N});
+    expect("layernorm_forward", "w", w, type, {C});
+    expect("layernorm_forward", "b", b, type, {C});
     const T *weight = w.as<T>(), *bias = b.as<T>();
     parallel_for(N, 4 * C, [&](int64_t n) {
         const T* xn = x.as<T>() + n * C;
@@ -87,15 +87,15 @@ void CpuKernels<T>::layernorm_forward(Stream&, Tensor out, Tensor mean, Tensor r
 template <class T>
 void CpuKernels<T>::layernorm_backward(Stream&, Tensor dx, Tensor dw, Tensor db, Tensor dout,
                                        Tensor x, Tensor w, Tensor mean, Tensor rstd) {
-    expect_rank("layernorm_backward: x", x, type, 2);
+    expect_rank("layernorm_backward", "x", x, type, 2);
     const int64_t N = x.dim(0), C = x.dim(1);
-    expect("layernorm_backward: dx", dx, type, {N, C});
-    expect("layernorm_backward: dout", dout, type, {N, C});
-    expect("layernorm_backward: dw", dw, type, {C});
-    expect("layernorm_backward: db", db, type, {C});
-    expect("layernorm_backward: w", w, type, {C});
-    expect("layernorm_backward: mean", mean, type, {N});
-    expect("layernorm_backward: rstd", rstd, type, {N});
+    expect("layernorm_backward", "dx", dx, type, {N, C});
+    expect("layernorm_backward", "dout", dout, type, {N, C});
+    expect("layernorm_backward", "dw", dw, type, {C});
+    expect("layernorm_backward", "db", db, type, {C});
+    expect("layernorm_backward", "w", w, type, {C});
+    expect("layernorm_backward", "mean", mean, type, {N});
+    expect("layernorm_backward", "rstd", rstd, type, {N});
     weights_backward(dw.as<T>(), db.as<T>(), dout.as<T>(), x.as<T>(), mean.as<T>(), rstd.as<T>(), N,
                      C);
     parallel_for(N, 4 * C, [&](int64_t n) {
@@ -107,11 +107,11 @@ void CpuKernels<T>::layernorm_backward(Stream&, Tensor dx, Tensor dw, Tensor db,
 template <class T>
 void CpuKernels<T>::rmsnorm_forward(Stream&, Tensor out, Tensor rstd, Tensor x, Tensor w,
                                     double eps) {
-    expect_rank("rmsnorm_forward: x", x, type, 2);
+    expect_rank("rmsnorm_forward", "x", x, type, 2);
     const int64_t N = x.dim(0), C = x.dim(1);
-    expect("rmsnorm_forward: out", out, type, {N, C});
-    expect("rmsnorm_forward: rstd", rstd, type, {N});
-    expect("rmsnorm_forward: w", w, type, {C});
+    expect("rmsnorm_forward", "out", out, type, {N, C});
+    expect("rmsnorm_forward", "rstd", rstd, type, {N});
+    expect("rmsnorm_forward", "w", w, type, {C});
     const T* weight = w.as<T>();
     parallel_for(N, 4 * C, [&](int64_t n) {
         const T* xn = x.as<T>() + n * C;
@@ -125,13 +125,13 @@ void CpuKernels<T>::rmsnorm_forward(Stream&, Tensor out, Tensor rstd, Tensor x, 
 template <class T>
 void CpuKernels<T>::rmsnorm_backward(Stream&, Tensor dx, Tensor dw, Tensor dout, Tensor x, Tensor w,
                                      Tensor rstd) {
-    expect_rank("rmsnorm_backward: x", x, type, 2);
+    expect_rank("rmsnorm_backward", "x", x, type, 2);
     const int64_t N = x.dim(0), C = x.dim(1);
-    expect("rmsnorm_backward: dx", dx, type, {N, C});
-    expect("rmsnorm_backward: dout", dout, type, {N, C});
-    expect("rmsnorm_backward: dw", dw, type, {C});
-    expect("rmsnorm_backward: w", w, type, {C});
-    expect("rmsnorm_backward: rstd", rstd, type, {N});
+    expect("rmsnorm_backward", "dx", dx, type, {N, C});
+    expect("rmsnorm_backward", "dout", dout, type, {N, C});
+    expect("rmsnorm_backward", "dw", dw, type, {C});
+    expect("rmsnorm_backward", "w", w, type, {C});
+    expect("rmsnorm_backward", "rstd", rstd, type, {N});
     weights_backward<T>(dw.as<T>(), nullptr, dout.as<T>(), x.as<T>(), nullptr, rstd.as<T>(), N, C);
     parallel_for(N, 4 * C, [&](int64_t n) {
         row_backward(dx.as<T>() + n * C, dout.as<T>() + n * C, x.as<T>() + n * C, w.as<T>(), 0.0,

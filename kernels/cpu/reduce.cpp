@@ -28,8 +28,8 @@ double ordered_sum(int64_t n, F f) {
 
 // g(value) summed over a tensor of any float type.
 template <class G>
-double sum_of(const char* what, const Tensor& x, G g) {
-    expect(what, x, x.dtype, x.shape);
+double sum_of(const char* op, const Tensor& x, G g) {
+    expect(op, "x", x, x.dtype, x.shape);
     const void* data = x.data;
     switch (x.dtype) {
         case DType::f64:
@@ -48,13 +48,13 @@ double sum_of(const char* what, const Tensor& x, G g) {
             return ordered_sum(x.numel(), [=, p = static_cast<const uint16_t*>(data)](int64_t i) {
                 return g(double(f16_to_float(p[i])));
             });
-        default: CHECK(false, ": ", what, " is ", name_of(x.dtype), ", must be a float type");
+        default: CHECK(false, ": ", op, ": x is ", name_of(x.dtype), ", must be a float type");
     }
     return 0;
 }
 
-void put(const char* what, const Tensor& out, double value, bool accumulate) {
-    expect(what, out, DType::f64, {1});
+void put(const char* op, const Tensor& out, double value, bool accumulate) {
+    expect(op, "out", out, DType::f64, {1});
     double& o = *out.as<double>();
     o = accumulate ? o + value : value;
 }
@@ -63,14 +63,14 @@ void put(const char* what, const Tensor& out, double value, bool accumulate) {
 
 template <class T>
 void CpuKernels<T>::sum(Stream&, Tensor out, Tensor x, bool accumulate) {
-    const double value = sum_of("sum: x", x, [](double v) { return v; });
-    put("sum: out", out, value, accumulate);
+    const double value = sum_of("sum", x, [](double v) { return v; });
+    put("sum", out, value, accumulate);
 }
 
 template <class T>
 void CpuKernels<T>::sum_squares(Stream&, Tensor out, Tensor x, bool accumulate) {
-    const double value = sum_of("sum_squares: x", x, [](double v) { return v * v; });
-    put("sum_squares: out", out, value, accumulate);
+    const double value = sum_of("sum_squares", x, [](double v) { return v * v; });
+    put("sum_squares", out, value, accumulate);
 }
 
 INSTANTIATE(sum, (Stream&, Tensor, Tensor, bool));

@@ -7,14 +7,14 @@ namespace torus {
 namespace {
 
 template <class T>
-void turn(const char* what, Tensor x, Tensor pos, Tensor table, T direction) {
-    expect_rank(what, x, dtype_of<T>, 3, true);
-    expect_rank(what, table, dtype_of<T>, 3);
+void turn(const char* op, Tensor x, Tensor pos, Tensor table, T direction) {
+    expect_rank(op, "x", x, dtype_of<T>, 3, true);
+    expect_rank(op, "table", table, dtype_of<T>, 3);
     const int64_t N = x.dim(0), H = x.dim(1), half = table.dim(1);
-    expect(what, table, dtype_of<T>, {table.dim(0), half, 2});
-    expect(what, pos, DType::i32, {N});
-    CHECK(2 * half <= x.dim(2), ": ", what, " turns ", 2 * half, " of ", x.dim(2), " dimensions");
-    expect_indices(what, pos, table.dim(0));
+    expect(op, "table", table, dtype_of<T>, {table.dim(0), half, 2});
+    expect(op, "pos", pos, DType::i32, {N});
+    CHECK(2 * half <= x.dim(2), ": ", op, ": turns ", 2 * half, " of ", x.dim(2), " dimensions");
+    expect_indices(op, "pos", pos, table.dim(0));
     parallel_for(N, 4 * H * half, [&](int64_t n) {
         const T* angle = table.as<T>() + pos.as<int32_t>()[n] * half * 2;
         for (int64_t h = 0; h < H; ++h) {
@@ -34,12 +34,12 @@ void turn(const char* what, Tensor x, Tensor pos, Tensor table, T direction) {
 
 template <class T>
 void CpuKernels<T>::rope_forward(Stream&, Tensor x, Tensor pos, Tensor table) {
-    turn<T>("rope_forward: x, pos or table", x, pos, table, T(1));
+    turn<T>("rope_forward", x, pos, table, T(1));
 }
 
 template <class T>
 void CpuKernels<T>::rope_backward(Stream&, Tensor dx, Tensor pos, Tensor table) {
-    turn<T>("rope_backward: dx, pos or table", dx, pos, table, T(-1));
+    turn<T>("rope_backward", dx, pos, table, T(-1));
 }
 
 INSTANTIATE(rope_forward, (Stream&, Tensor, Tensor, Tensor));

@@ -76,7 +76,7 @@ class Resume(Cli):
             os.kill(process.pid, signal.SIGTERM)
             out, err = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 75, out + err)
-        self.assertIn("stopped by signal", out)
+        self.assertIn("stopped by a signal", out)
         saved = sorted(p.name for p in (self.dir / "s").glob("step_*"))
         self.assertEqual(len(saved), 1)
 

@@ -1,0 +1,326 @@
+// What sequence parallelism costs: for each mode the time of attention, forward and backward, on
+// all ranks against the time of one rank on the whole sequence divided by the number of ranks; what
+// of the difference is exchange that computing does not hide; and the bytes that a rank sends. The
+// results are compared with one rank's first: a mode that is wrong has no rate.
+//
+//   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME] [--batch B] [--seq S]
+//   [--heads H]
+//             [--kv-heads Hk] [--head-dim D] [--repeats R]
+//
+// --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/launch.h"
+#include "comm/seq.h"
+#include "kernels/rng.h"
+
+using namespace torus;
+
+namespace {
+
+// A communicator that sends nothing, to time the computing alone.
+class SilentComm final : public Comm {
+public:
+    SilentComm(int rank, int size) : Comm(rank, size, "silent") {}
+
+protected:
+    void do_all_reduce(Stream&, Tensor, Reduce) override {}
+    void do_all_gather(Stream&, Tensor, Tensor) override {}
+    void do_reduce_scatter(Stream&, Tensor, Tensor, Reduce) override {}
+    void do_broadcast(Stream&, Tensor, int) override {}
+    void do_exchange(Stream&, std::span<const Message>, std::span<const Message>) override {}
+    void do_barrier(Stream&) override {}
+    std::unique_ptr<Comm> do_split(int, int, const std::string&) override {
+        return std::make_unique<SilentComm>(0, 1);
+    }
+};
+
+struct Settings {
+    std::string device = "cpu", mode;
+    AttnDims d{1, 1024, 8, 8, 64};
+    int ranks = 0, threads = 0, repeats = 5;
+};
+
+Settings parse(int argc, char** argv) {
+    Settings s;
+    const std::map<std::string, int64_t*> numbers = {{"--batch", &s.d.B},
+                                                     {"--seq", &s.d.S},
+                                                     {"--heads", &s.d.H},
+                                                     {"--kv-heads", &s.d.Hk},
+                                                     {"--head-dim", &s.d.D}};
+    for (int i = 1; i < argc; ++i) {
+        const std::string flag = argv[i];
+        require(i + 1 < argc, Exit::usage, flag, ": needs a value");
+        const std::string value = argv[++i];
+        const auto number = [&] {
+            require(!value.empty() && value.find_first_not_of("0123456789") == std::string::npos,
+                    Exit::usage, flag, " ", value, ": must be a number");
+            return std::stoll(value);
+        };
+        if (const auto it = numbers.find(flag); it != numbers.end()) {
+            *it->second = number();
+        } else if (flag == "--device") {
+            s.device = value;
+        } else if (flag == "--mode") {
+            s.mode = find_seq_mode(value).name;
+        } else if (flag == "--ranks") {
+            s.ranks = int(number());
+        } else if (flag == "--threads") {
+            s.threads = int(number());
+        } else if (flag == "--repeats") {
+            s.repeats = int(number());
+        } else {
+            fail(Exit::usage, flag, ": unknown; see the head of bench/bench_seq.cpp");
+        }
+    }
+    return s;
+}
+
+// One attention with its memory: inputs that depend on global positions only, and outputs.
+class Run {
+public:
+    Run(Kernels& k, SeqParallel& seq, const AttnDims& d) : k_(k), seq_(seq) {
+        Layout pinned;
+        seq.plan(layout_, pinned);
+        for (const TokenRun& r : seq.placement()) T_ += r.count;
+        const DType act = k.precision().act, stat = k.precision().stat;
+        layout_.add("run/qkv", act, {d.B, T_, d.H + 2 * d.Hk, d.D});
+        layout_.add("run/dqkv", act, {d.B, T_, d.H + 2 * d.Hk, d.D});
+        layout_.add("run/o", act, {d.B, T_, d.H, d.D});
+        layout_.add("run/dout", act, {d.B, T_, d.H, d.D});
+        layout_.add("run/lse", stat, {d.B, d.H, T_});
+        layout_.add("run/sums", DType::f64, {4});
+        layout_.add("run/workspace", DType::u8, {k.workspace_bytes(seq.workspace())});
+        arena_ = Arena(k.device(), Memory::device, layout_);
+        pinned_ = Arena(k.device(), Memory::pinned, pinned);
+        seq.bind(arena_, pinned_);
+        s_ = k.device().make_stream();
+        s_.workspace = arena_["run/workspace"];
+        fill("run/qkv", 1, d.H + 2 * d.Hk, d);
+        fill("run/dout", 2, d.H, d);
+        const auto heads = [&](const char* name, int64_t first, int64_t count) {
+            return arena_[name].slice(2, first, count);
+        };
+        g_ = {.q = heads("run/qkv", 0, d.H),
+              .k = heads("run/qkv", d.H, d.Hk),
+              .v = heads("run/qkv", d.H + d.Hk, d.Hk),
+              .o = arena_["run/o"],
+              .lse = arena_["run/lse"],
+              .dout = arena_["run/dout"],
+              .first_key = {},
+              .dq = heads("run/dqkv", 0, d.H),
+              .dk = heads("run/dqkv", d.H, d.Hk),
+              .dv = heads("run/dqkv", d.H + d.Hk, d.Hk),
+              .delta = {}};
+    }
+    ~Run() { k_.device().destroy(s_); }
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    void forward() { seq_.forward(s_, {g_.q, g_.k, g_.v, g_.o, g_.lse, {}}); }
+    void backward() { seq_.backward(s_, g_); }
+    void wait() { k_.device().synchronize(s_); }
+
+    // Squared norms of o, dq, dk, dv over my tokens.
+    std::vector<double> squares() {
+        const Tensor sums = arena_["run/sums"];
+        const Tensor parts[] = {g_.o, g_.dq, g_.dk, g_.dv};
+        for (int i = 0; i < 4; ++i) {
+            const Tensor sum = sums.slice(0, i, 1);
+            k_.fill(s_, sum, 0);
+            // The op takes dense tensors: dout and dqkv's rows are copied into the packed qkv's.
+            const Tensor& p = parts[i];
+            const Tensor dense(arena_["run/dout"].data, p.dtype, p.shape);
+            k_.cast(s_, dense, p);
+            k_.sum_squares(s_, sum, dense, false);
+        }
+        std::vector<double> host(4);
+        k_.device().copy(s_, host.data(), sums.data, sums.bytes());
+        wait();
+        return host;
+    }
+
+private:
+    // Values are a function of the global token, so that every placement has the same problem: a
+    // table of random numbers, read over and over (a prime length, so that no two tokens agree).
+    void fill(const char* name, uint64_t seed, int64_t heads, const AttnDims& d) {
+        std::vector<float> table(65521);
+        for (size_t i = 0; i < table.size(); ++i)
+            table[i] = float(2 * random_uniform(seed, 0, i) - 1);
+        const Tensor t = arena_[name];
+        std::vector<float> values(static_cast<size_t>(t.numel()));
+        size_t at = 0;
+        for (int64_t b = 0; b < d.B; ++b)
+            for (const TokenRun& r : seq_.placement()) {
+                size_t entry = size_t((b * d.S + r.begin) * heads * d.D) % table.size();
+                for (int64_t i = 0; i < r.count * heads * d.D; ++i) {
+                    values[at++] = table[entry];
+                    entry = entry + 1 < table.size() ? entry + 1 : 0;
+                }
+            }
+        Buffer staging(k_.device(), Memory::device, t.numel() * 4);
+        k_.device().copy(s_, staging.data(), values.data(), t.numel() * 4);
+        k_.cast(s_, t, Tensor(staging.data(), DType::f32, t.shape));
+        wait();
+    }
+
+    Kernels& k_;
+    SeqParallel& seq_;
+    Layout layout_;
+    Arena arena_, pinned_;
+    int64_t T_ = 0;
+    Stream s_;
+    AttnGradIn g_;
+};
+
+struct Times {
+    double forward = 1e30, backward = 1e30;  // ms, of the slowest rank
+    double both() const { return forward + backward; }
+};
+
+// The fastest of the repeats; in each, the slowest rank counts.
+Times measure(Run& run, Comm& host, int repeats) {
+    using Clock = std::chrono::steady_clock;
+    Times best;
+    Stream none;
+    const auto time = [&](auto f) {
+        run.wait();
+        host.barrier(none);
+        const auto start = Clock::now();
+        f();
+        run.wait();
+        double ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+        host.all_reduce(none, Tensor(&ms, DType::f64, {1}), Reduce::max);
+        return ms;
+    };
+    for (int i = 0; i <= repeats; ++i) {
+        const double f = time([&] { run.forward(); }), b = time([&] { run.backward(); });
+        if (i == 0) continue;  // warm-up
+        best.forward = std::min(best.forward, f);
+        best.backward = std::min(best.backward, b);
+    }
+    return best;
+}
+
+Mesh silent_mesh(const Mesh& real) {
+    Mesh m = make_plan_mesh(real.shape, real.sp->rank());
+    for (auto* axis : {&m.dp, &m.ring, &m.ulysses, &m.tp, &m.sp})
+        *axis = std::make_unique<SilentComm>((*axis)->rank(), (*axis)->size());
+    return m;
+}
+
+// Largest relative difference of the norms of o, dq, dk, dv from one rank's.
+double compare(Run& run, Comm& host, const std::vector<double>& want) {
+    std::vector<double> got = run.squares();
+    Stream none;
+    host.all_reduce(none, Tensor(got.data(), DType::f64, {4}));
+    double worst = 0;
+    for (size_t i = 0; i < got.size(); ++i)
+        worst = std::max(worst, std::fabs(std::sqrt(got[i] / want[i]) - 1));
+    return worst;
+}
+
+// Collective over `host`.
+void bench(const Settings& settings, Comm& host_comm, int gpu) {
+    const AttnDims& d = settings.d;
+    Comm* const host = &host_comm;
+    const bool cuda = settings.device == "cuda";
+    const auto kernels = cuda ? make_cuda_kernels(DType::bf16, gpu) : make_cpu_kernels(DType::f32);
+    Kernels& k = *kernels;
+    const auto device = cuda && host->size() > 1 ? make_nccl_comm(*host, gpu)
+                                                 : host->split(0, host->rank(), "world");
+    const int P = host->size();
+    const bool speaks = host->rank() == 0;
+
+    const auto alone = make_local_attention(k, d);
+    Times one;
+    std::vector<double> want;
+    {
+        Run run(k, *alone, d);
+        one = measure(run, *host, settings.repeats);
+        want = run.squares();
+    }
+    // Causal: half of 4 S^2 D per head and direction of a product, 2 products forward, 5 backward.
+    const double flops = 7.0 * double(d.B * d.H * d.D) * double(d.S) * double(d.S);
+    if (speaks) {
+        std::printf("%s\n",
+                    concat(P, " x ", k.device().name(), ", ", name_of(k.precision().act), ": B ",
+                           d.B, ", S ", d.S, ", H ", d.H, ", Hk ", d.Hk, ", D ", d.D)
+                        .c_str());
+        std::printf("one rank: forward %.3f ms, backward %.3f ms, %.1f TFLOP/s\n\n", one.forward,
+                    one.backward, flops / one.both() * 1e-9);
+        std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s\n", "mode", "mesh", "fwd ms",
+                    "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "error");
+    }
+    for (const SeqMode& mode : seq_modes()) {
+        if (!settings.mode.empty() && mode.name != settings.mode) continue;
+        if (!mode.ring && !mode.ulysses) continue;
+        const ParallelChoice choice = choose_parallel({.mode = mode.name, .world = P, .sp = P}, d);
+        Mesh mesh = make_mesh(*device, choice.shape);
+        const auto seq = make_seq_parallel(mode.name, k, mesh, d);
+        Times t;
+        double error = 0;
+        int64_t sent = 0;
+        {
+            Run run(k, *seq, d);
+            t = measure(run, *host, settings.repeats);
+            error = compare(run, *host, want);
+            sent = (mesh.ring->bytes_sent() + mesh.ulysses->bytes_sent()) / (settings.repeats + 1);
+        }
+        Mesh silent = silent_mesh(mesh);
+        const auto computing = make_seq_parallel(mode.name, k, silent, d);
+        Run run(k, *computing, d);
+        const Times c = measure(run, *host, settings.repeats);
+        if (speaks)
+            std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10.3f %9.1f %9.1e\n",
+                        mode.name.c_str(), mesh.shape.str().c_str(), t.forward, t.backward,
+                        one.both() / t.both(), 100 * one.both() / t.both() / P, t.both() - c.both(),
+                        double(sent) * 1e-6, error);
+        require(error < (cuda ? 1e-3 : 1e-5), Exit::internal, mode.name, ": wrong result");
+    }
+}
+
+void bench_on_threads(const Settings& settings) {
+    auto comms = make_thread_comms(settings.threads);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < settings.threads; ++r)
+        threads.emplace_back([&, r] {
+            try {
+                bench(settings, *comms[size_t(r)], r);
+            } catch (const Error& e) {
+                std::fprintf(stderr, "error: rank %d: %s\n", r, e.what());
+                exit_all_ranks(e.code);
+            }
+        });
+    for (std::thread& t : threads) t.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        const Settings settings = parse(argc, argv);
+        if (settings.threads > 0) {
+            bench_on_threads(settings);
+            return 0;
+        }
+        relaunch(settings.ranks, argc, argv);
+        const LaunchInfo launch = launch_info();
+        const auto alone = make_cpu_kernels(DType::f32);
+        const auto host =
+            launch.launcher.empty() ? make_self_comm(alone->device()) : make_mpi_comm();
+        bench(settings, *host, launch.local_rank);
+        return 0;
+    } catch (const Error& e) {
+        std::fprintf(stderr, "error: %s\n", e.what());
+        exit_all_ranks(e.code);
+    }
+}

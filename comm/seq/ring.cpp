@@ -1,0 +1,456 @@
+// The loop of ring.h. The buffers of forward and backward share one planned tensor, each cut from
+// it by a layout of its own. Softmax statistics are kept run by run, (B,H,rows) each, because the
+// kernels take them dense.
+#include "comm/seq/ring.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "comm/seq/tensors.h"
+
+namespace torus {
+namespace {
+
+using List = std::vector<Message>;
+
+// The queries of one rank as the kernels see them: mine, or fetched by a helper.
+struct Queries {
+    Tensor q, dout, first_key;  // act (B,T,H,D) twice, optional i32 (B,T)
+    Tensor o, dq;               // stat (B,T,H,D)
+    Tensor lse, delta;          // stat (B*H*T), run by run
+};
+// Rows [lo, ...) of one rank's keys and values, mine or fetched.
+struct Keys {
+    Tensor kv, dkv;  // act, stat (B,rows,2*Hk,D): keys first
+    int64_t lo = 0;
+};
+// One forward or backward.
+struct Call {
+    bool back, masked;
+    const Table& table;
+    const Layout& buffers;
+    Queries queries;  // mine
+    Keys keys;        // mine
+};
+
+class RingAttention final : public SeqParallel {
+public:
+    RingAttention(Kernels& k, Comm& comm, const AttnDims& d, RingPlan plan, std::string name)
+        : k_(k),
+          comm_(comm),
+          d_(d),
+          p_(std::move(plan)),
+          name_(std::move(name)),
+          me_(comm.rank()),
+          T_(tokens(me_)),
+          scale_(1.0 / std::sqrt(double(d.D))),
+          plain_(make_table(p_, false, nullptr, d.B, d.S)),
+          masked_(make_table(p_, true, nullptr, d.B, d.S)),
+          imbalance_(imbalance_of(plain_, nullptr, d.B, d.S)) {
+        lay_out();
+    }
+    ~RingAttention() override {
+        if (!bound_) return;
+        k_.device().destroy(stream_);
+        k_.device().destroy(ready_);
+        k_.device().destroy(arrived_);
+    }
+
+    std::vector<TokenRun> placement() const override { return p_.runs[size_t(me_)]; }
+
+    void plan(Layout& device, Layout&) const override {
+        device.add(name_ + "/ring", DType::u8, {std::max(forward_.bytes(), backward_.bytes())});
+    }
+
+    // No call has more queries or keys than the fullest rank has tokens.
+    WorkspaceDims workspace() const override {
+        int64_t most = 0;
+        for (int r = 0; r < ranks(); ++r) most = std::max(most, tokens(r));
+        return {.rows = d_.B * most,
+                .heads = d_.H,
+                .kv_heads = d_.Hk,
+                .head_dim = d_.D,
+                .batch = d_.B,
+                .keys = most};
+    }
+
+    void bind(const Arena& device, const Arena&) override {
+        CHECK(!bound_, ": bound twice");
+        bound_ = true;
+        base_ = device[name_ + "/ring"].data;
+        stream_ = k_.device().make_stream(true);
+        ready_ = k_.device().make_event();
+        arrived_ = k_.device().make_event();
+    }
+
+    void set_documents(const int32_t* first_key) override {
+        masked_ = make_table(p_, true, first_key, d_.B, d_.S);
+        imbalance_ = imbalance_of(masked_, first_key, d_.B, d_.S);
+    }
+    double imbalance() const override { return imbalance_; }
+
+    void forward(Stream& s, const AttnIn& in) override;
+    void backward(Stream& s, const AttnGradIn& g) override;
+
+private:
+    int ranks() const { return comm_.size(); }
+    int steps() const { return int(p_.schedule.size()); }
+    int64_t tokens(int rank) const { return count_tokens(p_.runs[size_t(rank)]); }
+
+    void lay_out();
+    Tensor buffer(const Layout& l, const std::string& what, const Shape& shape) const;
+    Tensor buffer(const Layout& l, const std::string& what, int step, const Shape& shape) const {
+        return buffer(l, what + std::to_string(step % slots_), shape);
+    }
+    Tensor of_run(const Tensor& stat, int64_t row, int64_t rows) const {
+        return stat.slice(0, row * d_.B * d_.H, rows * d_.B * d_.H).view({d_.B, d_.H, rows});
+    }
+    // f(row of the first, rows) for each of my runs.
+    template <class F>
+    void each_run(F f) const {
+        int64_t row = 0;
+        for (const TokenRun& r : p_.runs[size_t(me_)]) {
+            f(row, r.count);
+            row += r.count;
+        }
+    }
+
+    Call start(Stream& s, bool back, const AttnGradIn& g) const;
+    Queries fetched_queries(const Call& c, int step) const;
+    Keys fetched_keys(const Call& c, int step) const;
+    void loop(Stream& s, const Call& c);
+    bool anything_travels(const Call& c, int t) const;
+    void blocks_in(const Call& c, int step, List& sends, List& recvs) const;
+    void results_home(const Call& c, int step, List& sends, List& recvs) const;
+    void compute(Stream& s, const Call& c, int step) const;
+    void collect(Stream& s, const Call& c, int step) const;
+
+    Kernels& k_;
+    Comm& comm_;
+    AttnDims d_;
+    RingPlan p_;
+    std::string name_;
+    int me_;
+    int64_t T_;
+    double scale_;
+    Table plain_, masked_;  // without and with first_key
+    double imbalance_;
+    bool has_helper_ = false;  // someone works on my queries
+    int slots_ = 1;            // halves of the double buffers; one is enough for a single step
+    Layout forward_, backward_;
+    bool bound_ = false;
+    void* base_ = nullptr;
+    Stream stream_;          // of the exchanges
+    Event ready_, arrived_;  // what an exchange may read and write is ready; it is done
+};
+
+// --- buffers ------------------------------------------------------------------------------------
+
+// Sizes for the table without documents, which sends most.
+void RingAttention::lay_out() {
+    const int64_t B = d_.B, H = d_.H, kv_width = 2 * d_.Hk * d_.D, q_width = H * d_.D;
+    int64_t keys = 0, queries = 0, home_keys = 0;  // most rows of any step
+    int remote_steps = 0;
+    for (const auto& step : plain_) {
+        const Work& mine = step[size_t(me_)];
+        if (mine.fetches_keys(me_)) keys = std::max(keys, mine.k_rows());
+        if (mine.helps(me_)) queries = std::max(queries, tokens(mine.pair.q));
+        remote_steps += mine.fetches_keys(me_) || mine.helps(me_);
+        int fetched = 0, helped = 0;
+        for (int x = 0; x < ranks(); ++x) {
+            const Work& w = step[size_t(x)];
+            if (w.fetches_keys(x) && w.pair.k == me_) {
+                home_keys = std::max(home_keys, w.k_rows());
+                ++fetched;
+            }
+            helped += w.helps(x) && w.pair.q == me_;
+        }
+        CHECK(fetched <= 1 && helped <= 1, ": one buffer receives what comes home in a step");
+        has_helper_ = has_helper_ || helped;
+    }
+    slots_ = remote_steps > 1 ? 2 : 1;
+    const int64_t helped_rows = has_helper_ ? T_ : 0;
+    const DType act = k_.precision().act, stat = k_.precision().stat;
+    for (const bool back : {false, true}) {
+        Layout& l = back ? backward_ : forward_;
+        const int64_t in = back ? 2 : 1;  // q and dout, lse and delta travel in backward
+        l.add("kv", act, {B, T_, kv_width});
+        l.add("q", act, {B, helped_rows, in * q_width});
+        l.add("stats", stat, {in, B, H, T_});
+        l.add("q_result", stat, {B, T_, q_width});
+        l.add("kv_result", stat, {B, back ? T_ : 0, kv_width});
+        l.add("home_q", stat, {B, helped_rows, q_width});
+        l.add("home_lse", stat, {B, H, back ? 0 : helped_rows});
+        l.add("home_kv", stat, {B, back ? home_keys : 0, kv_width});
+        for (int i = 0; i < slots_; ++i) {
+            const auto n = std::to_string(i);
+            const int64_t kv_out = back ? keys * kv_width : 0;
+            l.add("block" + n, act, {B, std::max(keys * kv_width, in * queries * q_width)});
+            l.add("block_stats" + n, stat, {in, B, H, queries});
+            l.add("block_first_key" + n, DType::i32, {B, queries});
+            l.add("result" + n, stat, {B, std::max(kv_out, queries * q_width)});
+        }
+    }
+}
+
+Tensor RingAttention::buffer(const Layout& l, const std::string& what, const Shape& shape) const {
+    const Layout::Slot& slot = l.at(what);
+    CHECK(shape.numel() <= slot.shape.numel(), ": ", what, " holds ", slot.shape.str(), ", not ",
+          shape.str());
+    return Tensor(static_cast<char*>(base_) + slot.offset, slot.dtype, shape);
+}
+
+Queries RingAttention::fetched_queries(const Call& c, int step) const {
+    const int64_t B = d_.B, H = d_.H, D = d_.D, in = c.back ? 2 : 1;
+    const int64_t n = tokens(c.table[size_t(step)][size_t(me_)].pair.q);
+    const Tensor block = buffer(c.buffers, "block", step, {B, n, in * H, D});
+    const Tensor stats = buffer(c.buffers, "block_stats", step, {in * B * H * n});
+    const Tensor result = buffer(c.buffers, "result", step, {B, n, H, D});
+    Queries f;
+    f.q = block.slice(2, 0, H);
+    f.lse = stats.slice(0, 0, B * H * n);
+    if (c.masked) f.first_key = buffer(c.buffers, "block_first_key", step, {B, n});
+    if (!c.back) {
+        f.o = result;
+        return f;
+    }
+    f.dq = result;
+    f.dout = block.slice(2, H, H);
+    f.delta = stats.slice(0, B * H * n, B * H * n);
+    return f;
+}
+
+Keys RingAttention::fetched_keys(const Call& c, int step) const {
+    const Work& w = c.table[size_t(step)][size_t(me_)];
+    const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
+    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .lo = w.k_lo};
+    if (c.back) f.dkv = buffer(c.buffers, "result", step, shape);
+    return f;
+}
+
+// --- what travels -------------------------------------------------------------------------------
+
+// Is there any message at iteration t? All ranks know, so all skip the same exchanges.
+bool RingAttention::anything_travels(const Call& c, int t) const {
+    for (int x = 0; x < ranks(); ++x) {
+        if (t + 1 < steps()) {
+            const Work& next = c.table[size_t(t + 1)][size_t(x)];
+            if (next.fetches_keys(x) || next.helps(x)) return true;
+        }
+        if (t >= 1 && t <= steps()) {
+            const Work& last = c.table[size_t(t - 1)][size_t(x)];
+            if (last.helps(x) || (c.back && last.fetches_keys(x))) return true;
+        }
+    }
+    return false;
+}
+
+// Owners send the blocks that `step` works on. Rows of one sequence are dense, the batch is not.
+void RingAttention::blocks_in(const Call& c, int step, List& sends, List& recvs) const {
+    const auto each_sequence = [&](List& list, int peer, const Tensor& t) {
+        for (int64_t b = 0; b < d_.B; ++b) list.push_back({peer, t.rows(b, 1)});
+    };
+    for (int x = 0; x < ranks(); ++x) {
+        const Work& w = c.table[size_t(step)][size_t(x)];
+        if (w.fetches_keys(x)) {
+            if (w.pair.k == me_) each_sequence(sends, x, c.keys.kv.slice(1, w.k_lo, w.k_rows()));
+            if (x == me_) each_sequence(recvs, w.pair.k, fetched_keys(c, step).kv);
+        }
+        if (w.helps(x) && (w.pair.q == me_ || x == me_)) {
+            List& list = x == me_ ? recvs : sends;
+            const int peer = x == me_ ? w.pair.q : x;
+            const Queries q = x == me_ ? fetched_queries(c, step) : c.queries;
+            const int64_t n = tokens(w.pair.q), in = c.back ? 2 : 1;
+            list.push_back({peer, x == me_
+                                      ? buffer(c.buffers, "block", step, {d_.B, n, in * d_.H, d_.D})
+                                      : buffer(c.buffers, "q", {d_.B, n, in * d_.H, d_.D})});
+            if (c.masked) each_sequence(list, peer, q.first_key);
+            if (c.back) list.push_back({peer, q.lse});
+            if (c.back) list.push_back({peer, q.delta});
+        }
+    }
+}
+
+// Workers send what `step` gave to those whose keys or queries they worked on.
+void RingAttention::results_home(const Call& c, int step, List& sends, List& recvs) const {
+    for (int x = 0; x < ranks(); ++x) {
+        const Work& w = c.table[size_t(step)][size_t(x)];
+        if (c.back && w.fetches_keys(x)) {
+            const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
+            if (x == me_) sends.push_back({w.pair.k, fetched_keys(c, step).dkv});
+            if (w.pair.k == me_) recvs.push_back({x, buffer(c.buffers, "home_kv", shape)});
+        }
+        if (!w.helps(x)) continue;
+        if (x == me_) {
+            const Queries q = fetched_queries(c, step);
+            sends.push_back({w.pair.q, c.back ? q.dq : q.o});
+            if (!c.back) sends.push_back({w.pair.q, q.lse});
+        }
+        if (w.pair.q == me_) {
+            recvs.push_back({x, buffer(c.buffers, "home_q", {d_.B, T_, d_.H, d_.D})});
+            if (!c.back) recvs.push_back({x, buffer(c.buffers, "home_lse", {d_.B * d_.H * T_})});
+        }
+    }
+}
+
+// --- what is computed ---------------------------------------------------------------------------
+
+void RingAttention::compute(Stream& s, const Call& c, int step) const {
+    const Work& w = c.table[size_t(step)][size_t(me_)];
+    if (!w) return;
+    const Queries q = w.helps(me_) ? fetched_queries(c, step) : c.queries;
+    const Keys keys = w.fetches_keys(me_) ? fetched_keys(c, step) : c.keys;
+    if (w.helps(me_)) {
+        k_.fill(s, c.back ? q.dq : q.o, 0);
+        if (!c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
+    }
+    if (c.back && w.fetches_keys(me_)) k_.fill(s, keys.dkv, 0);
+    const auto half = [&](const Tensor& kv, const Piece& p, int which) {
+        return kv.slice(2, which * d_.Hk, d_.Hk).slice(1, p.k_row - keys.lo, p.k_rows);
+    };
+    for (const Piece& p : w.pieces) {
+        const auto rows = [&](const Tensor& t) { return t.slice(1, p.q_row, p.q_rows); };
+        const Tensor first_key = c.masked ? rows(q.first_key) : Tensor();
+        if (c.back) {
+            k_.attention_backward(s, {.q = rows(q.q),
+                                      .k = half(keys.kv, p, 0),
+                                      .v = half(keys.kv, p, 1),
+                                      .dout = rows(q.dout),
+                                      .lse = of_run(q.lse, p.q_row, p.q_rows),
+                                      .delta = of_run(q.delta, p.q_row, p.q_rows),
+                                      .dq = rows(q.dq),
+                                      .dk = half(keys.dkv, p, 0),
+                                      .dv = half(keys.dkv, p, 1),
+                                      .first_key = first_key,
+                                      .q0 = p.q0,
+                                      .k0 = p.k0,
+                                      .scale = scale_,
+                                      .causal = p.causal,
+                                      .accumulate = true});
+        } else {
+            k_.attention_forward(s, {.q = rows(q.q),
+                                     .k = half(keys.kv, p, 0),
+                                     .v = half(keys.kv, p, 1),
+                                     .o = rows(q.o),
+                                     .lse = of_run(q.lse, p.q_row, p.q_rows),
+                                     .first_key = first_key,
+                                     .q0 = p.q0,
+                                     .k0 = p.k0,
+                                     .scale = scale_,
+                                     .causal = p.causal,
+                                     .carry = true});
+        }
+    }
+}
+
+// Adds what came home of `step`.
+void RingAttention::collect(Stream& s, const Call& c, int step) const {
+    for (int x = 0; x < ranks(); ++x) {
+        const Work& w = c.table[size_t(step)][size_t(x)];
+        if (c.back && w.fetches_keys(x) && w.pair.k == me_) {
+            const Tensor home = buffer(c.buffers, "home_kv", {d_.B, w.k_rows(), 2 * d_.Hk, d_.D});
+            for (int64_t b = 0; b < d_.B; ++b) {
+                const Tensor sum = c.keys.dkv.rows(b, 1).slice(1, w.k_lo, w.k_rows());
+                k_.add(s, sum, sum, home.rows(b, 1));
+            }
+        }
+        if (!w.helps(x) || w.pair.q != me_) continue;
+        const Tensor home = buffer(c.buffers, "home_q", {d_.B, T_, d_.H, d_.D});
+        if (c.back) {
+            k_.add(s, c.queries.dq, c.queries.dq, home);
+            continue;
+        }
+        const Tensor lse = buffer(c.buffers, "home_lse", {d_.B * d_.H * T_});
+        each_run([&](int64_t row, int64_t n) {
+            k_.attention_merge(s, c.queries.o.slice(1, row, n), of_run(c.queries.lse, row, n),
+                               home.slice(1, row, n), of_run(lse, row, n));
+        });
+    }
+}
+
+void RingAttention::loop(Stream& s, const Call& c) {
+    Device& device = k_.device();
+    bool in_flight = false;
+    for (int t = 0; t < steps() + 2; ++t) {
+        if (in_flight) device.wait(s, arrived_);
+        if (t >= 2) collect(s, c, t - 2);
+        in_flight = anything_travels(c, t);
+        if (in_flight) {
+            List sends, recvs;
+            if (t + 1 < steps()) blocks_in(c, t + 1, sends, recvs);
+            if (t >= 1 && t <= steps()) results_home(c, t - 1, sends, recvs);
+            device.record(ready_, s);
+            device.wait(stream_, ready_);
+            comm_.exchange(stream_, sends, recvs);
+            device.record(arrived_, stream_);
+        }
+        if (t < steps()) compute(s, c, t);
+    }
+}
+
+// Packs what will be sent and names what both directions need.
+Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
+    const bool masked = present(g.first_key);
+    const int64_t in = back ? 2 : 1, numel = d_.B * d_.H * T_;
+    Call c{back, masked, masked ? masked_ : plain_, back ? backward_ : forward_, {}, {}};
+    c.keys.kv = buffer(c.buffers, "kv", {d_.B, T_, 2 * d_.Hk, d_.D});
+    copy_rows(k_, s, c.keys.kv.slice(2, 0, d_.Hk), g.k);
+    copy_rows(k_, s, c.keys.kv.slice(2, d_.Hk, d_.Hk), g.v);
+    if (has_helper_) {
+        const Tensor packed = buffer(c.buffers, "q", {d_.B, T_, in * d_.H, d_.D});
+        copy_rows(k_, s, packed.slice(2, 0, d_.H), g.q);
+        if (back) copy_rows(k_, s, packed.slice(2, d_.H, d_.H), g.dout);
+    }
+    c.queries.q = g.q;
+    c.queries.dout = g.dout;
+    c.queries.first_key = g.first_key;
+    const Tensor stats = buffer(c.buffers, "stats", {in * numel});
+    c.queries.lse = stats.slice(0, 0, numel);
+    if (back) c.queries.delta = stats.slice(0, numel, numel);
+    const Tensor result = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
+    fill_rows(k_, s, result, 0);
+    (back ? c.queries.dq : c.queries.o) = result;
+    return c;
+}
+
+void RingAttention::forward(Stream& s, const AttnIn& in) {
+    CHECK(bound_, ": not bound");
+    const Call c = start(s, false, {.q = in.q, .k = in.k, .v = in.v, .first_key = in.first_key});
+    fill_rows(k_, s, c.queries.lse, -std::numeric_limits<double>::infinity());
+    loop(s, c);
+    copy_rows(k_, s, in.o, c.queries.o);
+    each_run([&](int64_t row, int64_t n) {
+        k_.cast(s, in.lse.slice(2, row, n), of_run(c.queries.lse, row, n));
+    });
+}
+
+void RingAttention::backward(Stream& s, const AttnGradIn& g) {
+    CHECK(bound_, ": not bound");
+    Call c = start(s, true, g);
+    c.keys.dkv = buffer(c.buffers, "kv_result", {d_.B, T_, 2 * d_.Hk, d_.D});
+    fill_rows(k_, s, c.keys.dkv, 0);
+    each_run([&](int64_t row, int64_t n) {
+        k_.cast(s, of_run(c.queries.lse, row, n), g.lse.slice(2, row, n));
+        const Tensor delta = of_run(c.queries.delta, row, n);
+        if (present(g.delta)) {
+            k_.cast(s, delta, g.delta.slice(2, row, n));
+        } else {
+            k_.attention_delta(s, delta, g.dout.slice(1, row, n), g.o.slice(1, row, n));
+        }
+    });
+    loop(s, c);
+    copy_rows(k_, s, g.dq, c.queries.dq);
+    copy_rows(k_, s, g.dk, c.keys.dkv.slice(2, 0, d_.Hk));
+    copy_rows(k_, s, g.dv, c.keys.dkv.slice(2, d_.Hk, d_.Hk));
+}
+
+}  // namespace
+
+std::unique_ptr<SeqParallel> make_ring_attention(Kernels& k, Comm& ring, const AttnDims& d,
+                                                 RingPlan plan, const std::string& name) {
+    CHECK(int(plan.runs.size()) == ring.size(), ": plan for ", plan.runs.size(), " ranks");
+    return std::make_unique<RingAttention>(k, ring, d, std::move(plan), name);
+}
+
+}  // namespace torus

@@ -1,0 +1,124 @@
+// Schedules and pieces; pure functions.
+#include "comm/seq/schedule.h"
+
+#include <algorithm>
+
+namespace torus {
+
+Schedule ring_schedule(int P) {
+    Schedule steps;
+    for (int t = 0; t < P; ++t) {
+        std::vector<Pair> ranks;
+        for (int r = 0; r < P; ++r) ranks.push_back({r, (r - t + P) % P});
+        steps.push_back(ranks);
+    }
+    return steps;
+}
+
+Schedule dist_flash_schedule(int P) {
+    Schedule steps;
+    for (int t = 0; t <= P / 2; ++t) {
+        std::vector<Pair> ranks;
+        for (int r = 0; r < P; ++r) {
+            if (r >= t) {
+                ranks.push_back({r, r - t});
+            } else if (2 * t != P) {  // else distance P - t is t: the pair has its worker already
+                ranks.push_back({r + P - t, r});
+            } else {
+                ranks.push_back({});
+            }
+        }
+        steps.push_back(ranks);
+    }
+    return steps;
+}
+
+std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const int32_t* first_key,
+                             int64_t B, int64_t S) {
+    std::vector<Piece> pieces;
+    int64_t q_row = 0;
+    for (size_t run = 0; run < q.size(); q_row += q[run].count, ++run) {
+        int64_t first = 0;  // the first key that any query of this run sees
+        if (first_key) {
+            first = S;
+            for (int64_t b = 0; b < B; ++b) {
+                const int32_t* row = first_key + b * S + q[run].begin;
+                first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
+            }
+        }
+        int64_t k_row = 0;
+        for (const TokenRun& keys : k) {
+            const int64_t begin = std::max(keys.begin, first);
+            const int64_t end = std::min(keys.end(), q[run].end());
+            const int64_t row = k_row + begin - keys.begin;
+            k_row += keys.count;
+            if (begin >= end) continue;
+            const bool causal = end - 1 > q[run].begin;
+            Piece* last = pieces.empty() ? nullptr : &pieces.back();
+            const bool joins = !masked && !causal && last && last->run == int(run) &&
+                               !last->causal && last->k_row + last->k_rows == row;
+            if (joins) {
+                last->k_rows += end - begin;
+            } else {
+                pieces.push_back({.run = int(run),
+                                  .q_row = q_row,
+                                  .q_rows = q[run].count,
+                                  .q0 = q[run].begin,
+                                  .k_row = row,
+                                  .k_rows = end - begin,
+                                  .k0 = begin,
+                                  .causal = causal});
+            }
+        }
+    }
+    return pieces;
+}
+
+double visible_pairs(const Piece& p, const int32_t* first_key, int64_t B, int64_t S) {
+    double sum = 0;
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t i = p.q0; i < p.q0 + p.q_rows; ++i) {
+            const int64_t first = first_key ? std::max<int64_t>(first_key[b * S + i], p.k0) : p.k0;
+            const int64_t end = p.causal ? std::min(p.k0 + p.k_rows, i + 1) : p.k0 + p.k_rows;
+            sum += double(std::max<int64_t>(end - first, 0));
+        }
+    return sum;
+}
+
+Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, int64_t B,
+                 int64_t S) {
+    Table table;
+    for (const auto& step : plan.schedule) {
+        std::vector<Work> ranks;
+        for (const Pair& pair : step) {
+            Work w;
+            w.pair = pair;
+            if (pair)
+                w.pieces = pieces_of(plan.runs[size_t(pair.q)], plan.runs[size_t(pair.k)], masked,
+                                     first_key, B, S);
+            if (w) w.k_lo = w.pieces[0].k_row;
+            for (const Piece& p : w.pieces) {
+                w.k_lo = std::min(w.k_lo, p.k_row);
+                w.k_hi = std::max(w.k_hi, p.k_row + p.k_rows);
+            }
+            ranks.push_back(std::move(w));
+        }
+        table.push_back(std::move(ranks));
+    }
+    return table;
+}
+
+double imbalance_of(const Table& table, const int32_t* first_key, int64_t B, int64_t S) {
+    std::vector<double> work(table[0].size(), 0.0);
+    for (const auto& step : table)
+        for (size_t r = 0; r < step.size(); ++r)
+            for (const Piece& p : step[r].pieces) work[r] += visible_pairs(p, first_key, B, S);
+    double most = 0, sum = 0;
+    for (double w : work) {
+        most = std::max(most, w);
+        sum += w;
+    }
+    return sum > 0 ? most * double(work.size()) / sum : 1.0;
+}
+
+}  // namespace torus

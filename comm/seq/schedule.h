@@ -1,0 +1,62 @@
+// The step tables of the ring family. A pair is the queries of one rank against the keys of
+// another (or the same); a schedule says which rank works on which pair at which step. One loop
+// (ring.cpp) runs any of them; `ring` and `zigzag_ring` share a table and differ in placement.
+#pragma once
+#include "comm/seq/placement.h"
+
+namespace torus {
+
+struct Pair {
+    int q = -1, k = -1;  // the ranks that own the queries and the keys; -1: no work
+    explicit operator bool() const { return q >= 0; }
+    bool operator==(const Pair&) const = default;
+};
+using Schedule = std::vector<std::vector<Pair>>;  // [step][rank]; the rank owns q or k or both
+
+// Step t: the own queries against the keys of the rank t places before (mod P). Liu et al.,
+// "Ring Attention with Blockwise Transformers", 2023.
+Schedule ring_schedule(int P);
+// Causal only: floor(P/2) + 1 steps. Rank r >= t works as in a ring; a rank r < t, which would have
+// no keys left, helps rank r + P - t: it applies that rank's queries to its own keys. For odd P all
+// ranks are busy in all steps; for even P the helpers rest in the last. Li et al., "DistFlashAttn",
+// COLM 2024.
+Schedule dist_flash_schedule(int P);
+
+// A rectangle of a pair: whole run number `run` of the queries against consecutive rows of keys.
+struct Piece {
+    int run;
+    int64_t q_row, q_rows, q0;  // rows within the owner's tokens, position of the first
+    int64_t k_row, k_rows, k0;
+    bool causal;  // false: every query comes after every key
+};
+// All visible (query, key) of the pair, once. With `first_key` (B,S) the keys before the first that
+// any query of the run may see are left out. `masked`: positions of keys matter even where
+// causality does not, so runs of keys are not joined.
+std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const int32_t* first_key,
+                             int64_t B, int64_t S);
+
+// Number of visible (query, key) in a piece, over the batch.
+double visible_pairs(const Piece&, const int32_t* first_key, int64_t B, int64_t S);
+
+// One rank's work at one step.
+struct Work {
+    Pair pair;
+    std::vector<Piece> pieces;   // empty: nothing to see, so nothing travels
+    int64_t k_lo = 0, k_hi = 0;  // the rows of keys that the pieces touch
+    explicit operator bool() const { return !pieces.empty(); }
+    bool fetches_keys(int worker) const { return !pieces.empty() && pair.k != worker; }
+    bool helps(int worker) const { return !pieces.empty() && pair.q != worker; }
+    int64_t k_rows() const { return k_hi - k_lo; }
+};
+using Table = std::vector<std::vector<Work>>;  // [step][rank]
+
+struct RingPlan {
+    std::vector<Runs> runs;  // of each rank of the ring
+    Schedule schedule;
+};
+Table make_table(const RingPlan&, bool masked, const int32_t* first_key, int64_t B, int64_t S);
+
+// Most visible pairs of one rank over the mean.
+double imbalance_of(const Table&, const int32_t* first_key, int64_t B, int64_t S);
+
+}  // namespace torus

@@ -1,0 +1,198 @@
+#!/usr/bin/env bash
+# Do the tests notice a wrong program? Plants one fault at a time in a copy of the tree, builds, and
+# runs the tests that must notice: a fault that survives is a hole in the tests.
+#   scripts/mutations.sh [PATTERN]   only the faults whose name matches; default: all
+# Exit code 0: all were noticed; 1: some survived (named at the end).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+pattern=${1:-.}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tree=$work/tree
+mkdir "$tree"
+tar -c --exclude=./build --exclude=./.git . | tar -x -C "$tree"
+export CCACHE_BASEDIR=$tree
+cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
+
+build() { cmake --build "$work/build" --target "$1" >"$work/log" 2>&1; }
+# test PROGRAM FILTER: true when all pass.
+passes() { timeout 300 "$work/build/bin/$1" "-tc=$2" >"$work/log" 2>&1; }
+
+survived=()
+noticed=0
+clean=()  # "program filter" pairs that passed without a fault
+
+# fault NAME FILE PROGRAM FILTER: reads the old and the new text, separated by a line "----".
+fault() {
+    local name=$1 file=$2 program=$3 filter=$4 text old new
+    text=$(cat)
+    [[ $name =~ $pattern ]] || return 0
+    old=${text%%$'\n'----$'\n'*}
+    new=${text#*$'\n'----$'\n'}
+    if [[ " ${clean[*]-} " != *" $program/$filter "* ]]; then
+        build "$program" || { tail -20 "$work/log" >&2; echo "error: $program does not build" >&2; exit 70; }
+        passes "$program" "$filter" ||
+            { tail -20 "$work/log" >&2; echo "error: $program fails without any fault" >&2; exit 70; }
+        clean+=("$program/$filter")
+    fi
+    cp "$tree/$file" "$work/original"
+    OLD=$old NEW=$new perl -0777 -i -pe '$n = s/\Q$ENV{OLD}\E/$ENV{NEW}/; END { exit !$n }' \
+        "$tree/$file" || { echo "error: $name: $file has changed; update this script" >&2; exit 70; }
+    if ! build "$program"; then
+        tail -20 "$work/log" >&2
+        echo "error: $name does not build; update this script" >&2
+        exit 70
+    fi
+    if passes "$program" "$filter"; then
+        echo "SURVIVED  $name"
+        survived+=("$name")
+    else
+        echo "noticed   $name"
+        noticed=$((noticed + 1))
+    fi
+    cp "$work/original" "$tree/$file"
+}
+
+modes='every mode equals one rank: selection*,bytes sent*,scores beyond*'
+
+fault 'last hop of the ring skipped' comm/seq/ring.cpp test_comm "$modes" <<'END'
+    if (!w) return;
+----
+    if (!w || (steps() > 1 && step == steps() - 1)) return;
+END
+fault 'K and V of two hops swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
+each_sequence(recvs, w.pair.k, fetched_keys(c, step).kv);
+----
+each_sequence(recvs, w.pair.k,
+                              buffer(c.buffers, "block", step + 1,
+                                     {d_.B, w.k_rows(), 2 * d_.Hk, d_.D}));
+END
+fault 'K and V swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
+.k = half(keys.kv, p, 0),
+                                     .v = half(keys.kv, p, 1),
+----
+.k = half(keys.kv, p, 1),
+                                     .v = half(keys.kv, p, 0),
+END
+fault 'causal off by one' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+const int64_t end = std::min(keys.end(), q[run].end());
+----
+const int64_t end = std::min(keys.end(), q[run].end() - 1);
+END
+fault 'keys one position late' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+.k0 = begin,
+----
+.k0 = begin + 1,
+END
+fault 'local instead of global positions' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+.q0 = q[run].begin,
+----
+.q0 = q_row,
+END
+fault 'documents lose their first key' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+const int64_t begin = std::max(keys.begin, first);
+----
+const int64_t begin = std::max(keys.begin, first + (first_key != nullptr));
+END
+fault 'whole blocks sent where documents need parts' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
+----
+first = 0 * row[0];
+END
+fault 'returned dK and dV counted twice' comm/seq/ring.cpp test_comm "$modes" <<'END'
+k_.add(s, sum, sum, home.rows(b, 1));
+----
+k_.add(s, sum, sum, home.rows(b, 1));
+                k_.add(s, sum, sum, home.rows(b, 1));
+END
+fault 'returned dK and dV divided by the ranks' comm/seq/ring.cpp test_comm "$modes" <<'END'
+k_.add(s, sum, sum, home.rows(b, 1));
+----
+k_.scale(s, home, 1.0 / ranks());
+                k_.add(s, sum, sum, home.rows(b, 1));
+END
+fault 'results of a helper dropped' comm/seq/ring.cpp test_comm "$modes" <<'END'
+if (!w.helps(x) || w.pair.q != me_) continue;
+----
+if (!c.back || !w.helps(x) || w.pair.q != me_) continue;
+END
+fault 'helper works without the mask' comm/seq/ring.cpp test_comm "$modes" <<'END'
+if (c.masked) each_sequence(list, peer, q.first_key);
+----
+if (c.masked && d_.B < 0) each_sequence(list, peer, q.first_key);
+END
+fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
+    if (w.helps(me_)) {
+        k_.fill(s, c.back ? q.dq : q.o, 0);
+----
+    if (w.helps(me_)) {
+        if (!c.back) k_.fill(s, q.o, 0);
+END
+fault 'one buffer where two are needed' comm/seq/ring.cpp test_comm "$modes" <<'END'
+    slots_ = remote_steps > 1 ? 2 : 1;
+----
+    slots_ = 1;
+END
+fault 'merge without the maximum' kernels/cpu/attention.cpp test_comm "$modes" <<'END'
+const double max = std::max(double(l), double(l2));
+----
+const double max = 0;
+END
+fault 'kv gradients of one rank only' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+for (size_t i = 1; i < owners.size(); ++i) {
+----
+for (size_t i = 1; i < owners.size() - 1; ++i) {
+END
+fault 'heads of the wrong rank' comm/seq/placement.cpp test_comm "$modes" <<'END'
+const TokenRun mine = part_of(H, n, i);
+----
+const TokenRun mine = part_of(H, n, n - 1 - (n - 1 - i) / 2 * 2 + (n == 2 ? i - 1 : 0));
+END
+fault 'delta of the wrong group' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+.delta = group_stats(stats[1], x)
+----
+.delta = group_stats(stats[1], h.groups[0])
+END
+fault 'a token of each shard dropped' comm/seq/placement.cpp test_comm "$modes" <<'END'
+    return {begin, end - begin};
+----
+    return {begin, end - begin - (n > 1 && i == n - 1 && end > begin)};
+END
+fault 'the last rank is not summed' comm/host_comm.cpp test_comm 'comm:*' <<'END'
+for (size_t p = 1; p < parts.size(); ++p)
+----
+for (size_t p = 1; p + 1 < parts.size(); ++p)
+END
+fault 'sums in another order on each rank' comm/host_comm.cpp test_comm 'comm:*' <<'END'
+    transfer(sends, recvs);
+        reduce_segment(mine, parts, op);
+----
+    transfer(sends, recvs);
+        std::rotate(parts.begin(), parts.begin() + rank(), parts.end());
+        reduce_segment(mine, parts, op);
+END
+fault 'half types add step by step' comm/host_comm.cpp test_comm 'comm:*' <<'END'
+v = combine(v, F::load(parts[p].as<Stored>()[i]), op);
+----
+v = F::load(F::store(combine(v, F::load(parts[p].as<Stored>()[i]), op)));
+END
+fault 'the handshake looks at keys only' comm/handshake.cpp test_comm 'comm:*' <<'END'
+if (a[i] == b[i]) continue;
+----
+if (a[i].first == b[i].first) continue;
+END
+fault 'the watchdog names nobody' comm/watchdog.cpp test_comm 'processes:*' <<'END'
+if (missing && (s.begun < furthest || silent > lifeless_ms)) missing->push_back(s.rank);
+----
+if (missing && silent > 100 * lifeless_ms) missing->push_back(s.rank);
+END
+fault 'orphans live on' comm/launch.cpp test_comm 'processes:*' <<'END'
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+----
+    prctl(PR_SET_PDEATHSIG, 0);
+END
+
+echo "$noticed noticed, ${#survived[@]} survived"
+for name in "${survived[@]+"${survived[@]}"}"; do echo "  $name"; done
+[ ${#survived[@]} = 0 ]

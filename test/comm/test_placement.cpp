@@ -1,0 +1,245 @@
+// The pure functions of sequence parallelism: placement, head groups, step tables, choice of mode.
+#include <set>
+
+#include "comm/seq/schedule.h"
+#include "test/test.h"
+
+namespace torus {
+namespace {
+
+constexpr int64_t lengths[] = {0, 1, 2, 3, 7, 8, 9, 17, 64, 97};
+
+std::vector<int> coverage(const std::vector<Runs>& ranks, int64_t S) {
+    std::vector<int> held(static_cast<size_t>(S), 0);
+    for (const Runs& runs : ranks)
+        for (const TokenRun& r : runs) {
+            EXPECT(r.count > 0);
+            for (int64_t i = r.begin; i < r.end(); ++i) ++held[size_t(i)];
+        }
+    return held;
+}
+
+// How often each (query, key) is worked on, over all steps and ranks.
+std::vector<int> pair_coverage(const Table& table, const RingPlan& plan, int64_t S,
+                               const int32_t* first_key) {
+    std::vector<int> seen(size_t(S * S), 0);
+    for (const auto& step : table)
+        for (const Work& w : step)
+            for (const Piece& p : w.pieces) {
+                const TokenRun& run = plan.runs[size_t(w.pair.q)][size_t(p.run)];
+                EXPECT(p.q0 == run.begin);
+                EXPECT(p.q_rows == run.count);
+                // Row numbers, positions and the range that travels agree.
+                EXPECT(p.k_row >= w.k_lo);
+                EXPECT(p.k_row + p.k_rows <= w.k_hi);
+                const Runs keys = sub_runs(plan.runs[size_t(w.pair.k)], p.k_row, p.k_rows);
+                EXPECT(keys[0].begin == p.k0);
+                for (const TokenRun& r : keys)
+                    for (int64_t j = r.begin; j < r.end(); ++j)
+                        for (int64_t i = run.begin; i < run.end(); ++i) {
+                            if (p.causal && j > i) continue;
+                            if (first_key && j < first_key[i]) continue;
+                            ++seen[size_t(i * S + j)];
+                        }
+            }
+    return seen;
+}
+
+}  // namespace
+
+TEST_CASE("placement: every token once, sizes within one") {
+    for (int P = 1; P <= 9; ++P)
+        for (const int64_t S : lengths) {
+            for (const auto& ranks : {contiguous_placement(S, P), zigzag_placement(S, P)}) {
+                for (const int n : coverage(ranks, S)) EXPECT_EQ(n, 1);
+                int64_t least = S, most = 0;
+                for (const Runs& r : ranks) {
+                    least = std::min(least, count_tokens(r));
+                    most = std::max(most, count_tokens(r));
+                }
+                EXPECT(most - least <= 2);
+            }
+            int64_t end = 0;
+            for (int i = 0; i < P; ++i) {
+                const TokenRun part = part_of(S, P, i);
+                EXPECT_EQ(part.begin, end);
+                end = part.end();
+            }
+            EXPECT_EQ(end, S);
+        }
+    // No overflow, and no drift, at a size that only fits 64 bits.
+    const TokenRun last = part_of(int64_t(1) << 60, 7, 6);
+    EXPECT_EQ(last.end(), int64_t(1) << 60);
+}
+
+TEST_CASE("placement: rows of a part") {
+    const Runs runs{{0, 3}, {10, 4}};
+    EXPECT(sub_runs(runs, 1, 4) == Runs{{1, 2}, {10, 2}});
+    EXPECT(sub_runs(runs, 3, 4) == Runs{{10, 4}});
+    EXPECT(sub_runs(runs, 0, 0).empty());
+    EXPECT(zigzag_placement(8, 2) == std::vector<Runs>{{{0, 2}, {6, 2}}, {{2, 4}}});
+}
+
+TEST_CASE("head groups: every query head once, with its own kv head") {
+    for (const auto& [H, Hk] : std::vector<std::pair<int64_t, int64_t>>{
+             {4, 4}, {8, 2}, {6, 3}, {7, 1}, {12, 3}, {1, 1}, {28, 4}, {16, 16}})
+        for (int n = 1; n <= 9; ++n) {
+            std::vector<int> seen(static_cast<size_t>(H), 0);
+            for (int i = 0; i < n; ++i) {
+                const auto groups = head_groups(H, Hk, n, i);
+                EXPECT(groups.size() <= 3);
+                int64_t queries = 0;
+                for (const HeadGroup& g : groups) {
+                    EXPECT_EQ(g.queries % g.keys, 0);
+                    queries += g.queries;
+                    for (int64_t q = 0; q < g.queries; ++q) {
+                        ++seen[size_t(g.q + q)];
+                        // The kernel pairs query head q with kv head q / (queries / keys).
+                        EXPECT_EQ(g.k + q / (g.queries / g.keys), (g.q + q) / (H / Hk));
+                    }
+                }
+                EXPECT(queries <= (H + n - 1) / n);
+            }
+            for (const int s : seen) EXPECT_EQ(s, 1);
+        }
+}
+
+TEST_CASE("schedule: every visible pair exactly once") {
+    using Make = Schedule (*)(int);
+    using Place = std::vector<Runs> (*)(int64_t, int);
+    struct Mode {
+        Place place;
+        Make schedule;
+    };
+    const Mode modes[] = {{contiguous_placement, ring_schedule},
+                          {zigzag_placement, ring_schedule},
+                          {contiguous_placement, dist_flash_schedule}};
+    for (const Mode& mode : modes)
+        for (int P = 1; P <= 9; ++P)
+            for (const int64_t S : lengths) {
+                const RingPlan plan{mode.place(S, P), mode.schedule(P)};
+                std::vector<int32_t> windows, documents;
+                for (int64_t i = 0; i < S; ++i) {
+                    windows.push_back(int32_t(std::max<int64_t>(0, i - 6)));
+                    documents.push_back(int32_t(i < S / 3 ? 0 : i < S / 2 ? S / 3 : S / 2));
+                }
+                for (const int32_t* first : {static_cast<const int32_t*>(nullptr),
+                                             static_cast<const int32_t*>(windows.data()),
+                                             static_cast<const int32_t*>(documents.data())}) {
+                    const Table table = make_table(plan, first != nullptr, first, 1, S);
+                    const auto seen = pair_coverage(table, plan, S, first);
+                    bool right = true;
+                    for (int64_t i = 0; i < S; ++i)
+                        for (int64_t j = 0; j < S; ++j)
+                            right = right && seen[size_t(i * S + j)] ==
+                                                 (j <= i && (!first || j >= first[i]));
+                    CAPTURE(P);
+                    CAPTURE(S);
+                    EXPECT(right);
+                }
+            }
+}
+
+TEST_CASE("schedule: balance of causal work") {
+    const int64_t S = 9 * 8 * 7 * 5 * 2;
+    for (int P = 2; P <= 9; ++P) {
+        const auto of = [&](const std::vector<Runs>& runs, const Schedule& schedule) {
+            return imbalance_of(make_table({runs, schedule}, false, nullptr, 1, S), nullptr, 1, S);
+        };
+        const double ring = of(contiguous_placement(S, P), ring_schedule(P));
+        const double zigzag = of(zigzag_placement(S, P), ring_schedule(P));
+        const double flash = of(contiguous_placement(S, P), dist_flash_schedule(P));
+        CAPTURE(P);
+        EXPECT(ring == doctest::Approx(2 - 1.0 / P).epsilon(0.001));
+        EXPECT(zigzag < 1.001);
+        EXPECT(flash <= (P % 2 ? 1.001 : 1.0 + 1.0 / P + 0.001));
+        EXPECT_EQ(dist_flash_schedule(P).size(), size_t(P / 2 + 1));
+    }
+}
+
+TEST_CASE("schedule: only the keys that are seen travel") {
+    // Zigzag: of an earlier rank only the first half is seen. Documents: nothing of the others'.
+    const int64_t S = 64;
+    const RingPlan plan{zigzag_placement(S, 4), ring_schedule(4)};
+    const Table table = make_table(plan, false, nullptr, 1, S);
+    for (int r = 0; r < 4; ++r)
+        for (int t = 1; t < 4; ++t) {
+            const Work& w = table[size_t(t)][size_t(r)];
+            EXPECT_EQ(w.k_rows(), w.pair.k < r ? 8 : 16);
+            EXPECT_EQ(w.pieces.size(), w.pair.k < r ? plan.runs[size_t(r)].size() : 1);
+        }
+    const RingPlan rows{contiguous_placement(S, 4), dist_flash_schedule(4)};
+    std::vector<int32_t> own_shard(static_cast<size_t>(S));
+    for (int64_t i = 0; i < S; ++i) own_shard[size_t(i)] = int32_t(i / 16 * 16);
+    const Table alone = make_table(rows, true, own_shard.data(), 1, S);
+    for (size_t t = 1; t < alone.size(); ++t)
+        for (const Work& w : alone[t]) EXPECT(!w);
+}
+
+TEST_CASE("choice of mode and degrees") {
+    const AttnDims d{1, 65536, 16, 4, 64};
+    const auto choose = [&](const std::string& mode, int world, int sp, int ring, int ulysses,
+                            int per_machine = 1 << 30) {
+        return choose_parallel({.mode = mode,
+                                .world = world,
+                                .sp = sp,
+                                .ring = ring,
+                                .ulysses = ulysses,
+                                .ranks_per_machine = per_machine},
+                               d);
+    };
+    EXPECT_EQ(choose("zigzag_ring_attn", 8, 4, 0, 0).shape.str(), "dp 2 x ring 4 x ulysses 1");
+    EXPECT_EQ(choose("ulysses", 8, 0, 0, 0).shape.str(), "dp 1 x ring 1 x ulysses 8");
+    EXPECT_EQ(choose("usp", 8, 0, 0, 0).shape.str(), "dp 1 x ring 2 x ulysses 4");
+    EXPECT_EQ(choose("usp", 8, 0, 4, 0).shape.str(), "dp 1 x ring 4 x ulysses 2");
+    EXPECT_EQ(choose("usp", 8, 4, 2, 2).shape.str(), "dp 2 x ring 2 x ulysses 2");
+    EXPECT_EQ(choose("usp", 6, 0, 0, 0).shape.str(), "dp 1 x ring 3 x ulysses 2");
+    EXPECT_EQ(choose("data_parallel", 8, 0, 0, 0).shape.str(), "dp 8 x ring 1 x ulysses 1");
+    EXPECT_EQ(choose("auto", 1, 0, 0, 0).mode, "data_parallel");
+    EXPECT_EQ(choose("auto", 8, 0, 0, 0).shape.str(), "dp 4 x ring 2 x ulysses 1");
+    EXPECT_EQ(choose("auto", 8, 8, 0, 0).mode, "zigzag_ring");
+    EXPECT_EQ(choose("auto", 16, 16, 0, 0, 8).shape.str(), "dp 1 x ring 4 x ulysses 4");
+    EXPECT_EQ(choose("auto", 8, 0, 2, 4).mode, "usp");
+    EXPECT_EQ(choose_parallel({.mode = "auto", .world = 4, .sp = 4}, {1, 1024, 16, 16, 64}).mode,
+              "ulysses");
+    EXPECT(choose("auto", 8, 0, 0, 0).reason.find("zigzag_ring on dp 4") == 0);
+
+    const auto message = [&](const ParallelRequest& ask, const AttnDims& dims) {
+        try {
+            choose_parallel(ask, dims);
+        } catch (const Error& e) {
+            EXPECT(e.code == Exit::usage);
+            return std::string(e.what());
+        }
+        return std::string("no error");
+    };
+    const auto says = [](const std::string& text, const char* part) {
+        CAPTURE(text);
+        EXPECT(text.find(part) != std::string::npos);
+    };
+    says(message({.mode = "zigzag", .world = 4}, d), "the modes are data_parallel, ulysses");
+    says(message({.mode = "ring", .world = 8, .sp = 3}, d),
+         "--sp 3: does not divide the 8 ranks; nearest: 2 or 4");
+    says(message({.mode = "data_parallel", .world = 8, .sp = 2}, d), "--sp 2: data_parallel");
+    says(message({.mode = "ring", .world = 8, .ulysses = 2}, d), "--ulysses 2: ring has no");
+    says(message({.mode = "ulysses", .world = 8, .ring = 2}, d), "--ring 2: ulysses has no ring");
+    says(message({.mode = "ulysses", .world = 8, .ulysses = 2}, d), "use --ulysses 8");
+    says(message({.mode = "usp", .world = 8, .ulysses = 3}, d), "nearest: 2 or 4");
+    says(message({.mode = "usp", .world = 8, .ring = 2, .ulysses = 2}, d), "");
+    says(message({.mode = "usp", .world = 8, .sp = 8, .ring = 2, .ulysses = 2}, d), "use --ring 4");
+    says(message({.mode = "ring", .world = 2, .tp = 2}, d), "use --sp 2");
+    says(message({.mode = "ring", .world = 2, .sp = -1}, d), "--sp -1");
+    says(message({.mode = "ring", .world = 2}, {1, 0, 4, 4, 8}), "--seq-length 0");
+    says(message({.mode = "ring", .world = 2}, {1, 8, 6, 4, 8}), "nearest: 3 or 6");
+}
+
+TEST_CASE("names and aliases of modes are unique") {
+    std::set<std::string> names;
+    for (const SeqMode& m : seq_modes()) {
+        EXPECT(names.insert(m.name).second);
+        EXPECT(names.insert(m.alias).second);
+        EXPECT_EQ(find_seq_mode(m.alias).name, m.name);
+    }
+}
+
+}  // namespace torus

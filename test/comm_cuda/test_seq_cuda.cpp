@@ -1,0 +1,171 @@
+// Sequence parallelism on GPUs. One GPU plays P ranks (threads of this process, each with its own
+// stream): the orchestration, the views and the kernels' running sums are those of a real run.
+// Under mpirun with one GPU per rank the "nccl:" cases run the same over NCCL.
+#include <cmath>
+#include <mutex>
+
+#include "test/comm/ranks.h"
+#include "test/comm/seq_case.h"
+#include "test/test.h"
+
+namespace torus {
+namespace {
+
+constexpr Documents all_documents[] = {Documents::none, Documents::at_edges, Documents::scattered,
+                                       Documents::unannounced};
+
+// Relative L2 error of dq, dk, dv over all ranks; o and lse are covered by `worst`.
+struct Errors {
+    double gradients = 0, worst = 0;
+};
+Errors errors_on_one_gpu(const SeqCase& c, const WholeAttention& whole, DType dtype) {
+    std::mutex mutex;
+    SquareSums sums;
+    Errors e;
+    const auto device = make_cuda_kernels(dtype, 0);
+    run_ranks(
+        c.shape.size(),
+        [&](Comm& world) {
+            const auto kernels = make_cuda_kernels(dtype, 0);
+            const RankResult r = run_rank(world, c, whole, *kernels);
+            const std::lock_guard lock(mutex);
+            const SquareSums mine = gradient_error(r, whole);
+            sums.error += mine.error;
+            sums.norm += mine.norm;
+            e.worst = std::max(e.worst, largest_error(r, whole));
+        },
+        &device->device());
+    e.gradients = std::sqrt(sums.error / sums.norm);
+    return e;
+}
+
+// f(host, gpu) on each rank.
+template <class F>
+void run_gpus(F f) {
+    if (!launch_info().launcher.empty())
+        return run_mpi([&](Comm& host) { f(host, launch_info().local_rank); });
+    try {
+        make_cuda_kernels(DType::f32, 1);
+    } catch (const Error&) {
+        MESSAGE("one GPU only: nothing to do");
+        return;
+    }
+    run_ranks(2, [&](Comm& host) { f(host, host.rank()); });
+}
+
+}  // namespace
+
+TEST_CASE("one GPU plays the ranks: fp32, every mode, many shapes") {
+    int cases = 0;
+    for (const int P : {2, 3, 4, 8})
+        for (const int64_t S : {int64_t(1), int64_t(P + 1), int64_t(97)})
+            for (const auto& [H, Hk] : {std::pair(4, 4), std::pair(6, 3), std::pair(7, 1)})
+                for (const SeqMode& mode : seq_modes())
+                    for (const MeshShape& shape : shapes_for(mode, P)) {
+                        const Documents documents = all_documents[size_t(cases++) % 4];
+                        const WholeAttention whole = make_whole({2, S, H, Hk, 8}, documents, P);
+                        const bool announce = documents != Documents::unannounced;
+                        const Errors e =
+                            errors_on_one_gpu({mode.name, shape, announce}, whole, DType::f32);
+                        CAPTURE(mode.name);
+                        CAPTURE(shape.str());
+                        CAPTURE(S);
+                        CAPTURE(H);
+                        EXPECT(e.worst < 2e-5);
+                    }
+    MESSAGE(cases, " cases");
+}
+
+TEST_CASE("one GPU plays the ranks: the bf16 error does not grow with their number") {
+    for (const int64_t D : {64, 128}) {
+        const WholeAttention whole =
+            make_whole({1, 1024, 8, 8, D}, Documents::none, 1, 1, DType::bf16);
+        const double plain =
+            errors_on_one_gpu({"data_parallel", {}, true}, whole, DType::bf16).gradients;
+        EXPECT(plain > 1e-4);
+        for (const SeqMode& mode : seq_modes()) {
+            if (!mode.ring && !mode.ulysses) continue;
+            double error[2] = {};
+            for (const int i : {0, 1}) {
+                const int P = i ? 8 : 2;
+                const MeshShape shape = shapes_for(mode, P).front();
+                error[i] =
+                    errors_on_one_gpu({mode.name, shape, true}, whole, DType::bf16).gradients;
+            }
+            CAPTURE(mode.name);
+            CAPTURE(plain);
+            CAPTURE(error[0]);
+            CAPTURE(error[1]);
+            EXPECT(error[0] <= 1.2 * plain);
+            EXPECT(error[1] <= 1.2 * error[0]);
+        }
+    }
+}
+
+TEST_CASE("nccl: every operation of exchange and reduction") {
+    run_gpus([](Comm& host, int gpu) {
+        const auto kernels = make_cuda_kernels(DType::f32, gpu);
+        Device& device = kernels->device();
+        const auto world = make_nccl_comm(host, gpu);
+        Stream s = device.make_stream();
+        const int P = world->size(), me = world->rank();
+        const int64_t n = 1000;
+        const Buffer memory(device, Memory::device, (P + 1) * n * 4);
+        const Tensor all(memory.data(), DType::f32, {P * n});
+        const Tensor one(static_cast<float*>(memory.data()) + P * n, DType::f32, {n});
+        std::vector<float> host_values(size_t(P * n));
+        const auto look = [&](const Tensor& t) {
+            device.copy(s, host_values.data(), t.data, t.bytes());
+            device.synchronize(s);
+            return host_values;
+        };
+        kernels->fill(s, one, me + 1);
+        world->all_gather(s, all, one);
+        const auto gathered = look(all);
+        for (int r = 0; r < P; ++r)
+            require(gathered[size_t(r * n + n - 1)] == float(r + 1), Exit::internal, "all_gather");
+        world->reduce_scatter(s, one, all);
+        require(look(one)[5] == float(P * (me + 1)), Exit::internal, "reduce_scatter");
+        world->all_reduce(s, one, Reduce::max);
+        require(look(one)[7] == float(P * P), Exit::internal, "all_reduce");
+        kernels->fill(s, one, me);
+        world->shift(s, all.slice(0, 0, n), one, 1);
+        require(look(all)[3] == float((me + P - 1) % P), Exit::internal, "shift");
+        world->broadcast(s, one, P - 1);
+        require(look(one)[0] == float(P - 1), Exit::internal, "broadcast");
+        const auto part = world->split(me % 2, me, "part");
+        kernels->fill(s, one, 1);
+        part->all_reduce(s, one);
+        require(look(one)[0] == float(part->size()), Exit::internal, "split");
+        world->barrier(s);
+        device.destroy(s);
+    });
+}
+
+TEST_CASE("nccl: every mode equals one rank") {
+    run_gpus([](Comm& host, int gpu) {
+        const int P = host.size();
+        const auto world = make_nccl_comm(host, gpu);
+        int cases = 0;
+        for (const DType dtype : {DType::f32, DType::bf16})
+            for (const int64_t S : {int64_t(1), int64_t(97), int64_t(500)})
+                for (const auto& [H, Hk] : {std::pair(4, 4), std::pair(6, 3), std::pair(3, 1)})
+                    for (const SeqMode& mode : seq_modes())
+                        for (const MeshShape& shape : shapes_for(mode, P)) {
+                            const Documents documents = all_documents[size_t(cases++) % 4];
+                            const WholeAttention whole =
+                                make_whole({2, S, H, Hk, 64}, documents, P, 1, dtype);
+                            const auto kernels = make_cuda_kernels(dtype, gpu);
+                            const bool announce = documents != Documents::unannounced;
+                            const RankResult r =
+                                run_rank(*world, {mode.name, shape, announce}, whole, *kernels);
+                            const double worst = largest_error(r, whole);
+                            require(worst < (dtype == DType::f32 ? 5e-5 : 0.1), Exit::internal,
+                                    mode.name, " on ", shape.str(), ", ", name_of(dtype), ", ", S,
+                                    " tokens, ", H, " heads: error ", worst);
+                        }
+        if (host.rank() == 0) MESSAGE(cases, " cases");
+    });
+}
+
+}  // namespace torus
