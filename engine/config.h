@@ -36,6 +36,7 @@ struct Config {
     uint64_t seed = 42;
 
     // machine
+    int64_t timeout = 600;               // seconds of a step, save or evaluation; 0 = no watchdog
     int ranks = 0;                       // processes; 0 = as many as the launcher started
     std::string parallel_mode = "auto";  // see comm/seq.h
     int sp = 0, ring = 0, ulysses = 0;   // ranks that share a sequence, and how; 0 = chosen

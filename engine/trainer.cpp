@@ -247,19 +247,24 @@ void Trainer::between_steps(int64_t done) {
     const bool save_due = !c_.save_dir.empty() && (due(c_.save_every) || last);
     if (!(eval_due || sample_due || save_due || last)) return;
     report();
-    if (eval_due) eval(done);
-    if (sample_due) sample(done);
-    if (save_due) save(done, last);
+    auto phase = [&](const char* what) {
+        world_.allow(c_.timeout, concat(what, " after step ", done));
+    };
+    if (eval_due) phase("evaluation"), eval(done);
+    if (sample_due) phase("sample"), sample(done);
+    if (save_due) phase("save"), save(done, last);
     if (world_.size() > 1) world_.barrier();
 }
 
 Exit Trainer::train() {
+    world_.allow(c_.timeout, "loading");
     resume_or_start();
     if (world_.first()) log_ = std::make_unique<Log>(c_.log_dir, state_.step);
     watch_signals();
     const int64_t begin = state_.step;
     if (begin >= c_.steps) world_.say("nothing to do: ", begin, " steps are done");
     for (int64_t step = begin; step < c_.steps; ++step) {
+        world_.allow(c_.timeout, concat("step ", step + 1));
         train_step(step);
         if (step == begin) machine_->check_high_water();
         const bool stop = world_.size() > 1 ? world_.any(stop_requested()) : stop_requested() != 0;

@@ -20,11 +20,22 @@ void World::connect(Device& device, bool cuda) {
     } else if (cuda) {
         data_ = make_nccl_comm(*host_, launch_.local_rank);
     }
+    if (size() > 1) {
+        recorder_ = std::make_shared<FlightRecorder>(*host_);
+        host_->set_recorder(recorder_);
+        data().set_recorder(recorder_);
+        watchdog_ = std::make_unique<Watchdog>(recorder_);
+    }
 }
 
 void World::arrange(const ParallelChoice& choice) {
     choice_ = choice;
     mesh_ = make_mesh(data(), choice.shape);
+}
+
+void World::allow(int64_t seconds, const std::string& what) {
+    if (!watchdog_ || seconds == 0) return;
+    watchdog_->arm(double(seconds), what);
 }
 
 int64_t World::sum(int64_t value) {

@@ -8,6 +8,7 @@
 #include "comm/launch.h"
 #include "comm/mesh.h"
 #include "comm/seq.h"
+#include "comm/watchdog.h"
 #include "engine/config.h"
 
 namespace torus {
@@ -36,6 +37,10 @@ public:
     int64_t dp() const { return mesh_.shape.dp; }
     int64_t dp_rank() const { return mesh_.dp_rank; }
 
+    // From now on `what` may take this many seconds on every rank; then the watchdog ends the run
+    // with exit code 76, naming the ranks that lag. Nothing on one rank or with 0 seconds.
+    void allow(int64_t seconds, const std::string& what);
+
     // Over all ranks, on the host. Collective.
     int64_t sum(int64_t value);
     bool any(bool value);
@@ -55,6 +60,8 @@ private:
     LaunchInfo launch_;
     std::unique_ptr<Comm> owned_, data_;
     Comm* host_;
+    std::shared_ptr<FlightRecorder> recorder_;
+    std::unique_ptr<Watchdog> watchdog_;
     Stream host_stream_;  // host transports queue nothing
     ParallelChoice choice_;
     Mesh mesh_;

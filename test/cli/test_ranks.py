@@ -1,0 +1,123 @@
+"""Several ranks under mpirun: the same numbers as one, one line for what goes wrong, no hang."""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+import unittest
+
+from harness import BIN, Cli, main
+
+
+@unittest.skipUnless(shutil.which("mpirun"), "no mpirun here")
+class Ranks(Cli):
+    def setUp(self):
+        super().setUp()
+        (self.dir / "text.txt").write_text("\n".join(map(str, range(3000))))
+
+    def arguments(self, ranks, *extra):
+        return ["--model", "llama:d2x64", "--data", "text.txt", "--seq-length", 40,
+                "--micro-batch-size", 2, "--global-batch-tokens", 960, "--steps", 6,
+                "--lr-schedule", "constant", "--device", "cpu", "--dtype", "fp64", "--threads", 1,
+                "--ranks", ranks, *extra]
+
+    def losses(self, folder):
+        lines = (self.dir / folder / "log.jsonl").read_text().splitlines()
+        return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if "loss" in r]
+
+    def assert_close(self, a, b):
+        self.assertEqual(len(a), len(b))
+        for x, y in zip(a, b):
+            for u, v in zip(x, y):
+                self.assertLess(abs(u - v), 1e-10 * abs(u))
+
+    def test_every_mode(self):
+        self.succeed(*self.arguments(1, "--log-dir", "one"))
+        for mode in ["data_parallel", "ulysses", "ring", "zigzag_ring", "dist_flash", "usp", "auto"]:
+            for ranks in [2, 3]:
+                with self.subTest(mode=mode, ranks=ranks):
+                    folder = f"{mode}_{ranks}"
+                    result = self.succeed(*self.arguments(ranks, "--parallel-mode", mode,
+                                                          "--log-dir", folder))
+                    self.assertEqual(result.stdout.count("step 6/6"), 1, result.stdout)
+                    self.assert_close(self.losses("one"), self.losses(folder))
+
+    def test_resume_on_another_number_of_ranks(self):
+        self.succeed(*self.arguments(1, "--log-dir", "one"))
+        half = self.arguments(2, "--log-dir", "two", "--save-dir", "run")
+        half[half.index("--steps") + 1] = 3
+        self.succeed(*half)
+        self.succeed(*self.arguments(3, "--log-dir", "two", "--save-dir", "run"))
+        self.assert_close(self.losses("one"), self.losses("two"))
+
+    def one_line(self, code, words, *args):
+        result = self.run_program(*args)
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+        lines = [l for l in result.stderr.splitlines() if l.startswith("error: ")]
+        self.assertEqual(len(lines), 1, result.stderr)
+        for word in words:
+            self.assertIn(word, lines[0])
+
+    def test_what_cannot_work(self):
+        self.one_line(64, ["--sp", "3"], *self.arguments(2, "--sp", 3))
+        self.one_line(64, ["--global-batch-tokens"],
+                      *self.arguments(5, "--parallel-mode", "data_parallel"))
+        self.one_line(66, ["nothing.txt"], *self.arguments(2)[:2], "--data", "nothing.txt",
+                      *self.arguments(2)[4:])
+
+    def start(self, *extra):
+        args = self.arguments(2, "--save-dir", "run", *extra)
+        args[args.index("--steps") + 1] = 1000000
+        process = subprocess.Popen([BIN / "train_gpt", *map(str, args)], cwd=self.dir, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for line in process.stdout:
+            if "step 3/" in line or line.strip().startswith("step       3/"):
+                break
+        # mpirun's children that run the program, in order of their rank.
+        ranks = []
+        for pid in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((pid / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                rank = [e for e in (pid / "environ").read_bytes().split(b"\0")
+                        if e.startswith(b"OMPI_COMM_WORLD_RANK=")]
+            except (OSError, ValueError):
+                continue
+            if parent == process.pid and rank:
+                ranks.append((int(rank[0].split(b"=")[1]), int(pid.name)))
+        self.assertEqual(len(ranks), 2)
+        return process, [pid for _, pid in sorted(ranks)]
+
+    def finish(self, process, seconds):
+        try:
+            return process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            self.fail("the job hangs: " + "".join(process.communicate()))
+
+    def test_a_signal_to_one_rank_saves_and_stops_all(self):
+        process, ranks = self.start()
+        os.kill(ranks[1], signal.SIGUSR1)
+        out, err = self.finish(process, 60)
+        self.assertEqual(process.returncode, 75, out + err)
+        self.assertEqual(len(list((self.dir / "run").glob("step_*"))), 1)
+
+    def test_a_killed_rank_ends_the_job(self):
+        process, ranks = self.start()
+        os.kill(ranks[1], signal.SIGKILL)
+        self.finish(process, 60)
+        self.assertNotEqual(process.returncode, 0)
+
+    def test_a_stopped_rank_ends_the_job_and_is_named(self):
+        process, ranks = self.start("--timeout", 5)
+        os.kill(ranks[1], signal.SIGSTOP)
+        began = time.monotonic()
+        _, err = self.finish(process, 90)
+        self.assertEqual(process.returncode, 76, err)
+        self.assertLess(time.monotonic() - began, 60)
+        self.assertIn("rank 1", err)
+
+
+if __name__ == "__main__":
+    main()
