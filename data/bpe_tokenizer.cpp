@@ -5,6 +5,7 @@
 // a tokenizer that normalizes: its normal form).
 #include "data/bpe_tokenizer.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -24,26 +25,43 @@ namespace {
 // Pieces of up to 16 bytes and 7 ids; a colliding piece replaces the one before it.
 class PieceCache {
 public:
-    struct Entry {
-        uint64_t low = 0, high = 0;
-        uint16_t length = 0, count = 0;
-        std::array<int32_t, 7> ids{};
-    };
     static constexpr int64_t longest = 16;
+    static constexpr size_t most_ids = 7;
+
+    struct Key {
+        uint64_t low, high;
+        uint32_t length;
+        bool operator==(const Key&) const = default;
+    };
+    struct Entry {
+        Key key{0, 0, 0};
+        uint32_t count = 0;
+        std::array<int32_t, most_ids> ids{};
+    };
 
     PieceCache() : entries_(size_t(1) << bits) {}
 
-    // The slot of a piece of 1 to 16 bytes, filled or not; `key` is what matches() compares.
-    Entry& find(const char* p, int64_t n, Entry& key) {
-        key.low = key.high = 0;
-        std::memcpy(&key.low, p, size_t(n < 8 ? n : 8));
-        if (n > 8) std::memcpy(&key.high, p + 8, size_t(n - 8));
-        key.length = uint16_t(n);
+    // Of a piece of 1 to 16 bytes, in a text that can be read up to `end`.
+    static Key key_of(const char* p, int64_t n, const char* end) {
+        Key key{0, 0, uint32_t(n)};
+        if (end - p >= longest) {  // two loads and a mask instead of a copy of variable length
+            std::memcpy(&key.low, p, 8);
+            if (n < 8) {
+                key.low &= (uint64_t(1) << 8 * n) - 1;
+            } else if (n > 8) {
+                std::memcpy(&key.high, p + 8, 8);
+                key.high &= ~uint64_t(0) >> (64 - 8 * (n - 8));
+            }
+        } else {
+            std::memcpy(&key.low, p, size_t(n < 8 ? n : 8));
+            if (n > 8) std::memcpy(&key.high, p + 8, size_t(n - 8));
+        }
+        return key;
+    }
+
+    Entry& slot(const Key& key) {
         const uint64_t mixed = (key.low ^ std::rotl(key.high, 29)) * 0x9E3779B97F4A7C15u;
         return entries_[size_t((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u >> (64 - bits))];
-    }
-    static bool matches(const Entry& a, const Entry& b) {
-        return a.low == b.low && a.high == b.high && a.length == b.length;
     }
 
 private:
@@ -78,7 +96,7 @@ public:
 
 private:
     void stage(size_t k, const char* begin, const char* end, std::vector<int32_t>& ids) {
-        if (k == spec_.stages.size()) return piece(begin, end - begin, ids);
+        if (k == spec_.stages.size()) return piece(begin, end - begin, end, ids);
         if (spec_.stages[k].add_prefix_space && *begin != ' ') {
             std::string longer = " ";
             longer.append(begin, end);
@@ -97,7 +115,7 @@ private:
             if (c.gap > 0 && keep_gaps) stage(k + 1, p, p + c.gap, ids);
             p += c.gap;
             if (last) {
-                if (c.match > 0) piece(p, c.match, ids);
+                if (c.match > 0) piece(p, c.match, end, ids);
             } else if (c.match > 0) {
                 stage(k + 1, p, p + c.match, ids);
             }
@@ -105,21 +123,21 @@ private:
         }
     }
 
-    void piece(const char* p, int64_t n, std::vector<int32_t>& ids) {
+    void piece(const char* p, int64_t n, const char* end, std::vector<int32_t>& ids) {
         if (n > PieceCache::longest) return merger_.encode({p, size_t(n)}, ids);
-        PieceCache::Entry key;
-        PieceCache::Entry& entry = cache_.find(p, n, key);
-        if (PieceCache::matches(entry, key)) {
-            for (int i = 0; i < entry.count; ++i) ids.push_back(entry.ids[size_t(i)]);
+        const PieceCache::Key key = PieceCache::key_of(p, n, end);
+        PieceCache::Entry& entry = cache_.slot(key);
+        if (entry.key == key) {
+            for (uint32_t i = 0; i < entry.count; ++i) ids.push_back(entry.ids[i]);
             return;
         }
         const size_t before = ids.size();
         merger_.encode({p, size_t(n)}, ids);
         const size_t count = ids.size() - before;
-        if (count > key.ids.size()) return;
-        key.count = uint16_t(count);
-        for (size_t i = 0; i < count; ++i) key.ids[i] = ids[before + i];
-        entry = key;
+        if (count > PieceCache::most_ids) return;
+        entry.key = key;
+        entry.count = uint32_t(count);
+        std::copy_n(ids.begin() + int64_t(before), count, entry.ids.begin());
     }
 
     const TokenizerSpec& spec_;

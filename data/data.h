@@ -20,8 +20,8 @@ struct Tokenizer {
     // Appends the ids of `text` (any bytes; invalid UTF-8 is encoded byte by byte). No special
     // tokens are recognised in the text and none are added.
     virtual void encode(std::string_view text, std::vector<int32_t>& ids) const = 0;
-    virtual std::string decode(
-        const std::vector<int32_t>& ids) const = 0;        // throws on an unknown id
+    // Throws Error(bad_data) on an unknown id.
+    virtual std::string decode(const std::vector<int32_t>& ids) const = 0;
     virtual void save(const std::string& path) const = 0;  // as tokenizer.json
     virtual std::string fingerprint() const = 0;           // equal only when all ids are equal
 };

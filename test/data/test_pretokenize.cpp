@@ -42,12 +42,14 @@ std::string random_text(std::mt19937& random) {
         0x370,   0x400,   0x590,   0x660,   0x900,   0x1680,  0x1800, 0x1e00, 0x2000,
         0x2028,  0x2150,  0x3000,  0x4e00,  0xac00,  0xfb00,  0xfe00, 0xff10, 0xffff,
         0x1d400, 0x1f300, 0x105c0, 0x31350, 0xe0100, 0x11dd0, 0x16ff0};
-    static const std::string common = "  \n\r\t'sStTrReEvVmMlLdDaz09.,!-\x0b\x1c";
+    static const std::string common = "  \n\r\t''sStTrReEvVmMlLdDaz09.,!-\x0b\x1c";
     std::string text;
     const size_t n = random() % 40;
     for (size_t i = 0; i < n; ++i) {
         const uint32_t kind = random() % 8;
-        if (kind < 5) {
+        if (kind < 5 && random() % 64 == 0) {
+            text += "'\u017f";
+        } else if (kind < 5) {
             text += common[random() % common.size()];
         } else {
             uint32_t code =
@@ -86,7 +88,7 @@ TEST_CASE("pre-tokenizers: what GPT-2's and Llama-3's patterns mean") {
     EXPECT_EQ(cut(data::gpt2_pattern, "I'LL \t"), "I|'|LL| \t|");
     EXPECT_EQ(cut(data::llama3_pattern, "I'LL  say: 12345 it\u017f '\u017f!\n\n  ok\tx"),
               "I|'LL| | say|:| |123|45| it\u017f| '|\u017f|!\n\n| | ok|\tx|");
-    EXPECT_EQ(cut(data::llama3_pattern, "it'\u017f"), "it|'\u017f|");
+    EXPECT_EQ(cut(data::llama3_pattern, "it'\u017f'\u017fx"), "it|'\u017f|'\u017f|x|");
     EXPECT_EQ(cut(data::qwen2_pattern, "12 3\r\n"), "1|2| |3|\r\n|");
     // U+180E is no white space (PCRE2's own \s would say so), U+0085 is.
     EXPECT_EQ(cut(data::gpt2_pattern, "a\u180e\u0085\u0085b"), "a|\u180e|\u0085|\u0085|b|");
@@ -200,7 +202,7 @@ TEST_CASE("normalize: NFC") {
     EXPECT_EQ(nfc("e\u0301"), "\u00e9");
     EXPECT_EQ(nfc("xe\u0301\u0323y"), "x\u1eb9\u0301y");         // the lower mark joins first
     EXPECT_EQ(nfc("a\u0302\u0301"), "\u1ea5");                   // twice
-    EXPECT_EQ(nfc("a\u0301\u0302"), "\u00e1\u0302");             // blocked
+    EXPECT_EQ(nfc("a\u0305\u0301"), "a\u0305\u0301");            // blocked
     EXPECT_EQ(nfc("\u212b\u2126\u00c5"), "\u00c5\u03a9\u00c5");  // singletons
     EXPECT_EQ(nfc("\u0958"), "\u0915\u093c");                    // not joined again
     EXPECT_EQ(nfc("\u1112\u1161\u11ab"), "\ud55c");              // jamo
