@@ -21,5 +21,5 @@ if(TORUS_HAVE_CUDA)
     target_compile_options(torus_options INTERFACE
         $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>
         $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
-        "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-unused-parameter>")
+        "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Wno-restrict>")
 endif()

@@ -1,0 +1,168 @@
+// Launches of the Hopper attention backward: checks, scratch memory, five kernels in a row.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/cuda/flash/backward_passes.cuh"
+#include "kernels/cuda/flash/flash.h"
+#include "kernels/cuda/flash/launch.h"
+
+namespace torus::flash {
+
+namespace {
+
+constexpr int64_t query_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
+constexpr int64_t key_rows = 128, most_chunks = 64;
+// The sums of dq take twice the bytes of q; larger calls go through them in several rounds of
+// heads.
+constexpr int64_t sums_limit = int64_t(2) << 30;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How a call is cut into units of work, and where its scratch memory lies (offsets in bytes).
+struct Plan {
+    int64_t m_tiles, n_tiles, parts, section_heads;
+    int64_t stats, sums, maxima, ranges, flags, partial, total;
+
+    Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D) {
+        const int64_t M = query_rows(D), group = H / Hk;
+        m_tiles = ceil_div(Tq, M), n_tiles = ceil_div(Tk, key_rows);
+        // The blocks at work walk over the queries in step when their walks are short; all heads of
+        // a group in one unit would spread them over more of q, dout and dq than the cache holds.
+        const int64_t bytes = Tq * D * 8;  // q, dout and the sums of one query head
+        const bool split = group * bytes > (int64_t(16) << 20) || B * Hk * n_tiles < 400;
+        parts = split ? group : 1;
+        const int64_t fit = (int64_t(32) << 20) / (group / parts * bytes);
+        section_heads = std::clamp(std::max(fit, ceil_div(264, n_tiles)), int64_t(1), B * Hk);
+        int64_t at = 256;  // the counter
+        auto take = [&](int64_t size) {
+            const int64_t here = at;
+            at += ceil_div(size, 256) * 256;
+            return here;
+        };
+        const int64_t tiles = B * H * m_tiles, key_tiles = B * Hk * n_tiles;
+        stats = take(tiles * (16 * M + 16)), sums = take(tiles * M * D * 4);
+        maxima = take(B * Hk * most_chunks * 8), ranges = take(B * n_tiles * 8);
+        flags = take(key_tiles * 8);
+        partial = take(parts > 1 ? key_tiles * key_rows * D * 8 : 0);
+        total = at;
+    }
+};
+
+// How many batches, or else heads of one batch, go in one round.
+struct Round {
+    int64_t batches, kv_heads;
+
+    Round(int64_t batch, int64_t kv_heads_all, int64_t group, int64_t queries, int64_t D) {
+        const int64_t bytes = group * ceil_div(queries, 128) * 128 * D * 4;  // of one kv head
+        const int64_t fit = std::max(int64_t(1), sums_limit / bytes);
+        batches = std::clamp(fit / kv_heads_all, int64_t(1), batch);
+        kv_heads = std::min(fit, kv_heads_all);
+    }
+};
+
+template <class T, int D, Sum How>
+void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
+    using Tile = BackwardTile<T, D, How>;
+    constexpr int M = Tile::m;
+    const int64_t B = a.q.dim(0), Tq = a.q.dim(1), H = a.q.dim(2), Tk = a.k.dim(1), Hk = a.k.dim(2);
+    const Plan at(B, H, Hk, Tq, Tk, D);
+    char* const base = static_cast<char*>(workspace);
+    BackwardParams p{};
+    p.q = tile_map(a.q, M), p.dout = tile_map(a.dout, M);
+    p.k = tile_map(a.k, int(key_rows)), p.v = tile_map(a.v, int(key_rows));
+    p.dq = a.dq.data, p.dk = a.dk.data, p.dv = a.dv.data;
+    p.dq_pitch = pitch_of(a.dq), p.dk_pitch = pitch_of(a.dk), p.dv_pitch = pitch_of(a.dv);
+    p.lse = a.lse.as<float>(), p.delta = a.delta.as<float>();
+    p.k_pitch = pitch_of(a.k), p.v_pitch = pitch_of(a.v), p.dout_pitch = pitch_of(a.dout);
+    p.k_data = a.k.data, p.v_data = a.v.data, p.dout_data = a.dout.data;
+    p.mask = mask_of(a.first_key, a.q0, a.k0, Tq, Tk, a.causal);
+    p.stats = base + at.stats, p.sums = base + at.sums;
+    p.maxima = reinterpret_cast<float2*>(base + at.maxima);
+    p.ranges = reinterpret_cast<int2*>(base + at.ranges);
+    p.chunks = int32_t(std::min(most_chunks, ceil_div(Tk, 512)));
+    p.partial = reinterpret_cast<float4*>(base + at.partial);
+    p.flags = reinterpret_cast<int32_t*>(base + at.flags);
+    p.m_tiles = int32_t(at.m_tiles), p.n_tiles = int32_t(at.n_tiles);
+    p.units = int32_t(B * Hk * at.n_tiles * at.parts);
+    p.parts = int32_t(at.parts), p.part_heads = int32_t(H / Hk / at.parts);
+    p.heads = int32_t(H), p.kv_heads = int32_t(Hk), p.group = int32_t(H / Hk);
+    p.batches = int32_t(B), p.section_heads = int32_t(at.section_heads);
+    p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
+    p.accumulate = a.accumulate;
+    const int blocks = std::min(p.units, int32_t(multiprocessors()));
+    if (blocks < p.units) p.counter = static_cast<int32_t*>(workspace);
+
+    const unsigned tiles = unsigned(B * H * at.m_tiles);
+    if (How != Sum::plain)
+        measure_kernel<T, D>
+            <<<dim3(unsigned(p.chunks), unsigned(B * Hk)), pass_threads, 0, stream>>>(p);
+    prepare_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
+    if (a.first_key) find_kernel<M><<<unsigned(B * at.n_tiles), 32, 0, stream>>>(p, int(key_rows));
+    use_shared(backward_kernel<Tile>, Tile::shared_bytes);
+    backward_kernel<Tile><<<blocks, Tile::threads, Tile::shared_bytes, stream>>>(p);
+    finish_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
+    cuda_check(cudaGetLastError(), "backward launch");
+}
+
+// Rounding adds an error of about 2.4e-3 of dq at this length and twice as much at twice the length
+// (random data, no mask: the worst case; docs/flash_attention.md); 16-bit arithmetic as a whole
+// has 2.9e-3.
+constexpr int64_t longest_rounded = 32768;
+
+template <class T, int D>
+void launch_any(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
+    if (!deterministic) return launch<T, D, Sum::plain>(stream, a, workspace);
+    if constexpr (D == 64 || std::is_same_v<T, __nv_bfloat16>)  // fp16 D 128 would spill registers
+        if (a.k.dim(1) <= longest_rounded) return launch<T, D, Sum::rounded>(stream, a, workspace);
+    launch<T, D, Sum::fixed>(stream, a, workspace);
+}
+
+}  // namespace
+
+bool backward_supported(const AttnGrad& a) {
+    const DType out = a.accumulate ? DType::f32 : a.q.dtype;
+    const int64_t align = a.accumulate ? 8 : 16;
+    return inputs_supported(a.q, a.k, a.v, a.scale) && a.dout.dtype == a.q.dtype &&
+           rows_aligned(a.dout, 16) && a.dq.dtype == out && a.dk.dtype == out &&
+           a.dv.dtype == out && rows_aligned(a.dq, align) && rows_aligned(a.dk, align) &&
+           rows_aligned(a.dv, align) && a.lse.dtype == DType::f32 && a.delta.dtype == DType::f32 &&
+           a.q.dim(0) * a.k.dim(2) < 65536 &&
+           runs_here(reinterpret_cast<const void*>(
+               &backward_kernel<BackwardTile<__nv_bfloat16, 64, Sum::plain>>));
+}
+
+int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
+                                 int64_t keys, int64_t head_dim) {
+    const Round round(batch, kv_heads, heads / kv_heads, queries, head_dim);
+    return Plan(round.batches, round.kv_heads * (heads / kv_heads), round.kv_heads, queries, keys,
+                head_dim)
+        .total;
+}
+
+void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
+    CHECK(backward_supported(a));
+    const int64_t B = a.q.dim(0), H = a.q.dim(2), Hk = a.k.dim(2), group = H / Hk;
+    const Round round(B, Hk, group, a.q.dim(1), a.q.dim(3));
+    for (int64_t b = 0; b < B; b += round.batches)
+        for (int64_t h = 0; h < Hk; h += round.kv_heads) {
+            const int64_t batches = std::min(round.batches, B - b);
+            const int64_t kv_heads = std::min(round.kv_heads, Hk - h);
+            AttnGrad part = a;
+            for (Tensor* t : {&part.q, &part.dout, &part.dq})
+                *t = t->slice(0, b, batches).slice(2, h * group, kv_heads * group);
+            for (Tensor* t : {&part.k, &part.v, &part.dk, &part.dv})
+                *t = t->slice(0, b, batches).slice(2, h, kv_heads);
+            for (Tensor* t : {&part.lse, &part.delta})
+                *t = t->slice(0, b, batches).slice(1, h * group, kv_heads * group);
+            if (part.first_key) part.first_key = part.first_key.slice(0, b, batches);
+            const bool bf16 = a.q.dtype == DType::bf16;
+            if (a.q.dim(3) == 64)
+                bf16 ? launch_any<__nv_bfloat16, 64>(stream, part, workspace, deterministic)
+                     : launch_any<__half, 64>(stream, part, workspace, deterministic);
+            else
+                bf16 ? launch_any<__nv_bfloat16, 128>(stream, part, workspace, deterministic)
+                     : launch_any<__half, 128>(stream, part, workspace, deterministic);
+        }
+}
+
+}  // namespace torus::flash

@@ -1,0 +1,402 @@
+// Attention backward for Hopper. A block owns N = 128 keys of one key-value head, 64 for each of
+// its two consumer warpgroups, keeps dK and dV in registers and walks over the query tiles of all
+// query heads of the group, so that dK and dV need no atomics. Scores are computed transposed (S^T
+// = K Q^T, dP^T = V dO^T): P^T and dS^T then are A operands straight from registers for dV += P^T
+// dO and dK += dS^T Q, and only dS passes through shared memory, for dQ = dS K.
+//
+// dQ is a sum over blocks, added up in memory: in fp32 in whatever order the blocks come, or so
+// that the order does not matter (params.h: Sum). docs/flash_attention.md derives the gradients and
+// the error of the latter.
+#pragma once
+#include "kernels/cuda/flash/backward_work.cuh"
+
+namespace torus::flash {
+
+// x rounded to a multiple of ulp(unit), unit = 1.5 * 2^e with |x| < 2^(e+1).
+DEVICE float to_rounded(float x, float unit) {
+    const float m = copysignf(unit, x);
+    return __fsub_rn(__fadd_rn(x, m), m);
+}
+// round(x * unit) as an integer of 32 bits, |x * unit| < 2^30, unit a power of two. In two parts of
+// 20 and 11 bits on the multiply-add units; the conversion instruction runs at a quarter of their
+// rate on the unit that the exponentials keep busy. The added 1.5 * 2^23 brings an integer into the
+// low bits of a float; `offset` makes what it leaves in the sum vanish modulo 2^32.
+DEVICE int to_fixed(float x, float unit) {
+    constexpr float one_and_half = 12582912.f;  // bits 0x4B400000
+    constexpr float offset = one_and_half + float(0xB4C00000u >> 11);
+    const float high = fmaf(x, unit * (1.f / 2048), offset);
+    const float rest = fmaf(x, unit, fmaf(high, -2048.f, offset * 2048.f));
+    return __float_as_int(high) * 2048 + __float_as_int(rest + one_and_half);
+}
+
+// Two rows (row, row + 8) of dk or dv; rows past the end are left out.
+template <class T, int D>
+DEVICE void store_rows(void* data, const Pitch& pitch, int batch, int head, int row, int rows,
+                       const float (&x)[D / 2], bool accumulate) {
+    const int quad = threadIdx.x % 4;
+    UNROLL for (int r = 0; r < 2; ++r) {
+        const bool inside = row + 8 * r < rows;
+        const int64_t at = batch * pitch.batch + (row + 8 * r) * pitch.row + head * pitch.head;
+        if (accumulate) {
+            if (!inside) continue;
+            float* const to = static_cast<float*>(data) + at + 2 * quad;
+            UNROLL for (int j = 0; j < D / 8; ++j) {
+                float2 sum = __ldcg(reinterpret_cast<const float2*>(to + 8 * j));
+                sum.x += x[4 * j + 2 * r], sum.y += x[4 * j + 2 * r + 1];
+                *reinterpret_cast<float2*>(to + 8 * j) = sum;
+            }
+            continue;
+        }
+        T* const to = static_cast<T*>(data) + at + 8 * quad;
+        UNROLL for (int j = 0; j < D / 8; j += 4) {
+            uint32_t y[4];
+            UNROLL for (int i = 0; i < 4; ++i) y[i] =
+                pack<T>(x[4 * (j + i) + 2 * r], x[4 * (j + i) + 2 * r + 1]);
+            transpose_quad(y);
+            if (inside) *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(y[0], y[1], y[2], y[3]);
+        }
+    }
+}
+
+// The consumer warpgroups. dK and dV fill half of the registers and the tiles in flight nearly all
+// of the rest, so little else is kept: addresses are computed again in every step, and the unit of
+// work is read again at its end.
+template <class Tile>
+struct BackwardConsumer {
+    using T = typename Tile::Element;
+    static constexpr int D = Tile::d, M = Tile::m;
+    const BackwardParams& p;
+    BackwardBarriers& bar;
+    const uint32_t shared;
+    float dk[D / 2], dv[D / 2];
+
+    // Where this thread stands.
+    struct Place {
+        uint32_t shared;
+        int group, warp, lane;
+        bool elected;
+        DEVICE explicit Place(uint32_t base) : shared(opaque(base)) {
+            const uint32_t tid = thread_number();
+            group = int(tid / 128) - 1, warp = tid / 32 % 4, lane = tid % 32,
+            elected = tid % 128 == 0;
+        }
+        // This thread's first row of dq in its query tile, and of dk and dv in its key tile.
+        DEVICE int dq_row() const { return (D == 64 ? group * 64 : 0) + warp * 16 + lane / 4; }
+        DEVICE int key_row() const { return group * 64 + warp * 16 + lane / 4; }
+        DEVICE void sync() const {  // this warpgroup
+            if (group == 0)
+                named_sync<2, 128>();
+            else
+                named_sync<3, 128>();
+        }
+    };
+
+    DEVICE void run(const BackwardWork* slots) {
+        int step = 0;
+        for (int turn = 0;; ++turn) {
+            barrier_wait(&bar.work_full[turn % 2], turn / 2 % 2);
+            const BackwardWork* const slot = slots + turn % 2;
+            const BackwardWork w = *slot;
+            if (w.kv_head < 0) break;
+            if (w.begin < w.end) {
+                walk(w, step);
+            } else {
+                UNROLL for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+            }
+            asm volatile("" ::: "memory");
+            store(*slot);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(&bar.work_empty[turn % 2]);
+        }
+        if (threadIdx.x % 128 == 0) bulk_wait();
+    }
+
+    DEVICE void store(const BackwardWork& w) {
+        const Place at(shared);
+        const int batch = w.kv_head / p.kv_heads, kv = w.kv_head % p.kv_heads;
+        const int64_t tile = int64_t(w.kv_head) * p.n_tiles + w.n;
+        int32_t* const flag = p.flags + tile * 2 + at.group;
+        float4* const partial = p.partial + (tile * 2 + at.group) * (D * 32) + threadIdx.x % 128;
+        UNROLL for (int i = 0; i < D / 2; ++i) dk[i] *= p.scale;
+        if (w.part > 0) {
+            if (at.elected) flag_wait(flag, w.part);
+            at.sync();
+            if (!p.accumulate) add_partial(partial);
+        }
+        if (w.part + 1 == p.parts || p.accumulate) {
+            const int row = w.n * Tile::n + at.key_row();
+            store_rows<T, D>(p.dv, p.dv_pitch, batch, kv, row, p.mask.keys, dv, p.accumulate);
+            store_rows<T, D>(p.dk, p.dk_pitch, batch, kv, row, p.mask.keys, dk, p.accumulate);
+        } else {
+            store_partial(partial);
+        }
+        if (w.part + 1 < p.parts) {
+            __threadfence();
+            at.sync();
+            if (at.elected) flag_set(flag, w.part + 1);
+        }
+    }
+    DEVICE void add_partial(const float4* from) {
+        UNROLL for (int i = 0; i < D / 8; ++i) {
+            const float4 x = __ldcg(from + i * 128), y = __ldcg(from + (D / 8 + i) * 128);
+            dk[4 * i] += x.x, dk[4 * i + 1] += x.y, dk[4 * i + 2] += x.z, dk[4 * i + 3] += x.w;
+            dv[4 * i] += y.x, dv[4 * i + 1] += y.y, dv[4 * i + 2] += y.z, dv[4 * i + 3] += y.w;
+        }
+    }
+    DEVICE void store_partial(float4* to) {
+        UNROLL for (int i = 0; i < D / 8; ++i) {
+            to[i * 128] = make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]);
+            to[(D / 8 + i) * 128] =
+                make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]);
+        }
+    }
+
+    // A query tile of a unit: number in its head, and counted through all heads.
+    struct Query {
+        int m, tile;
+    };
+
+    // All query tiles of one unit. The scores of a step are begun at the end of the step before it,
+    // and its dQ runs in the step after it, under the arithmetic on dS.
+    DEVICE void walk(const BackwardWork& w, int& step) {
+        float s[M / 2];
+        const int width = w.end - w.begin;
+        int left = p.part_heads * width;
+        Query now;
+        now.m = w.begin;
+        now.tile = (w.kv_head / p.kv_heads * p.heads + w.kv_head % p.kv_heads * p.group +
+                    w.part * p.part_heads) *
+                       p.m_tiles +
+                   w.begin;
+        int before = 0;  // the tile whose dq is to come
+        auto advance = [&] {
+            before = now.tile;
+            ++now.m, ++now.tile, ++step, --left;
+            if (now.m == w.end) now.m -= width, now.tile += p.m_tiles - width;
+        };
+        barrier_wait(&bar.k_full, w.phase);
+        barrier_wait(&bar.q_full[step % 2], step / 2 % 2);
+        product(s, Place(shared), Tile::k_at, Tile::q_at + step % 2 * Tile::q_bytes);
+        barrier_wait(&bar.v_full, w.phase);
+        wgmma_wait<0>();
+        pin(s);
+        one_step<true>(s, w.n, now, before, step, left > 1);
+        advance();
+#pragma unroll 1
+        while (left > 0) {
+            one_step<false>(s, w.n, now, before, step, left > 1);
+            advance();
+        }
+        const Place at(shared);
+        if constexpr (Tile::delayed) {
+            float dq[32];
+            begin_dq(dq, at, step % 2 ^ 1);
+            const float2 factor = load_factors(before, at);
+            wgmma_wait<0>();
+            pin(dq);
+            add_dq(dq, at, before, factor);
+        }
+        if (at.elected) barrier_arrive(&bar.k_empty), barrier_arrive(&bar.v_empty);
+    }
+
+    // x (64 keys x M queries) = A B^T, A: this warpgroup's rows of K or V, B: Q or dO;
+    // asynchronous.
+    DEVICE void product(float (&x)[M / 2], const Place& at, uint32_t a, uint32_t b) {
+        wgmma_fence();
+        UNROLL for (int k = 0; k < D / 16; ++k)
+            wgmma_ss<T, M, 0, 0>(x, k_major<Tile::n>(at.shared + a + at.group * 8192, k),
+                                 k_major<M>(at.shared + b, k), k > 0);
+        wgmma_commit();
+    }
+    // dq (64 x 64 of the tile, this warpgroup's share) = dS K, asynchronous.
+    DEVICE void begin_dq(float (&dq)[32], const Place& at, int stage) {
+        const uint32_t ds = at.shared + Tile::ds_at + stage * Tile::ds_bytes;
+        const uint32_t k_tile = at.shared + Tile::k_at;
+        if (Tile::by_copy && at.elected) bulk_wait_read();  // the last dq has left its buffer
+        named_sync<1, 256>();                               // dS is whole
+        wgmma_fence();
+        UNROLL for (int k = 0; k < Tile::n / 16; ++k) wgmma_ss<T, 64, 0, 1>(
+            dq, k_major<M>(ds + (D == 64 ? at.group * 8192 : 0), k),
+            mn_major<Tile::n>(k_tile + (D == 128 ? at.group * (Tile::n * 128) : 0), k), k > 0);
+        wgmma_commit();
+    }
+    // The units of this thread's two rows of dq.
+    DEVICE float2 load_factors(int tile, const Place& at) {
+        if constexpr (Tile::sum == Sum::plain) return make_float2(1, 1);
+        const float* const from =
+            static_cast<const RowStats<M>*>(p.stats)[tile].factor + at.dq_row();
+        return make_float2(__ldg(from), __ldg(from + 8));
+    }
+    // dq on its way to memory, in the order of the accumulators.
+    DEVICE void add_dq(const float (&dq)[32], const Place& at, int tile, const float2& factor) {
+        const int64_t base = int64_t(tile) * (M * D) + at.group * 4096;
+        const int thread = at.warp * 32 + at.lane;
+        auto addend = [&](int i) {  // its 32 bits
+            const float x = dq[i], unit = i / 2 % 2 ? factor.y : factor.x;
+            if constexpr (Tile::sum == Sum::fixed) return to_fixed(x, unit);
+            return __float_as_int(Tile::sum == Sum::rounded ? to_rounded(x, unit) : x);
+        };
+        if constexpr (!Tile::by_copy) {
+            float4* const to = static_cast<float4*>(p.sums) + base / 4 + thread;
+            UNROLL for (int i = 0; i < 32; i += 4)
+                red_add(to + i * 32, __int_as_float(addend(i)), __int_as_float(addend(i + 1)),
+                        __int_as_float(addend(i + 2)), __int_as_float(addend(i + 3)));
+        } else {
+            const uint32_t to = at.shared + Tile::dq_at + at.group * 16384;
+            UNROLL for (int i = 0; i < 32; i += 4) store_shared(
+                to + i * 512 + thread * 16, addend(i), addend(i + 1), addend(i + 2), addend(i + 3));
+            fence_async();
+            at.sync();
+            if (at.elected) {
+                if constexpr (Tile::sum == Sum::fixed)
+                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base, to, 16384);
+                else
+                    bulk_add_f32(static_cast<float*>(p.sums) + base, to, 16384);
+                bulk_commit();
+            }
+        }
+    }
+
+    // Scores of keys that a query does not see become -inf.
+    DEVICE void mask(float (&s)[M / 2], const Place& at, int n, int m, uint32_t stats) {
+        const int key = n * Tile::n + at.key_row(), column = 2 * (at.lane % 4);
+        UNROLL for (int j = 0; j < M / 8; ++j) {
+            int2 low = make_int2(0, 0);
+            if (p.mask.first_key) low = load_shared_i2(stats + 12 * M + (8 * j + column) * 4);
+            UNROLL for (int i = 0; i < 4; ++i) {
+                const int k = key + i / 2 * 8, high = p.mask.high(m * M + 8 * j + column + i % 2);
+                if (k >= high || k < (i % 2 ? low.y : low.x)) s[4 * j + i] = -INFINITY;
+            }
+        }
+    }
+    DEVICE bool needs_mask(int n, int m, uint32_t stats) {
+        const int first = n * Tile::n, last = first + Tile::n - 1;
+        bool any = last >= p.mask.high(m * M);
+        if (p.mask.first_key) any = any || first < load_shared_i2(stats + 16 * M).y;
+        return any;
+    }
+
+    // One query tile. s: its scores, then those of the next one; behind the last one there is none,
+    // and the product of whatever lies there is not used.
+    template <bool First>
+    DEVICE void one_step(float (&s)[M / 2], int n, Query now, int before, int step, bool more) {
+        float dp[M / 2], dq[32];
+        uint32_t p16[M / 4], ds16[M / 4];
+        const int stage = step % 2;
+        const Place before_dp(shared);
+        const uint32_t stats = before_dp.shared + Tile::stats_at + stage * Tile::stats_bytes;
+        const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
+        barrier_wait(&bar.dout_full[stage], step / 2 % 2);
+        product(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
+        if (needs_mask(n, now.m, stats)) mask(s, before_dp, n, now.m, stats);
+        uint32_t signs = 0;
+        UNROLL for (int j = 0; j < M / 8; ++j) {
+            const float2 lse2 = load_shared_f2(lse_at + 32 * j);
+            p16[2 * j] = pack<T>(exp2_fast(fmaf(s[4 * j], p.scale_log2, -lse2.x)),
+                                 exp2_fast(fmaf(s[4 * j + 1], p.scale_log2, -lse2.y)));
+            p16[2 * j + 1] = pack<T>(exp2_fast(fmaf(s[4 * j + 2], p.scale_log2, -lse2.x)),
+                                     exp2_fast(fmaf(s[4 * j + 3], p.scale_log2, -lse2.y)));
+            signs |= p16[2 * j] | p16[2 * j + 1];
+        }
+        // Never true. It makes the branch depend on every probability, so that ptxas cannot move
+        // their computation behind the wait, away from under the product.
+        if (signs & 0x80008000u) __trap();
+        const Place at(shared);
+        if constexpr (Tile::delayed && !First) {
+            begin_dq(dq, at, stage ^ 1);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        pin(dp);
+        const uint32_t delta_at =
+            at.shared + Tile::stats_at + stage * Tile::stats_bytes + 4 * M + at.lane % 4 * 8;
+        UNROLL for (int j = 0; j < M / 8; ++j) {
+            const float2 delta = load_shared_f2(delta_at + 32 * j);
+            const float2 upper = unpack<T>(p16[2 * j]), lower = unpack<T>(p16[2 * j + 1]);
+            ds16[2 * j] =
+                pack<T>(upper.x * (dp[4 * j] - delta.x), upper.y * (dp[4 * j + 1] - delta.y));
+            ds16[2 * j + 1] =
+                pack<T>(lower.x * (dp[4 * j + 2] - delta.x), lower.y * (dp[4 * j + 3] - delta.y));
+        }
+        const uint32_t ds_to = at.shared + Tile::ds_at + stage * Tile::ds_bytes +
+                               at.group * (M * 128) + (at.lane / 16 * 8 + at.lane % 8) * 128 +
+                               ((at.warp * 32 + at.lane / 8 % 2 * 16) ^ (at.lane % 8 * 16));
+        UNROLL for (int k = 0; k < M / 16; ++k)
+            store_matrix_transposed(ds_to + k * 2048, ds16 + 4 * k);
+        const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;
+        const uint32_t dout = at.shared + Tile::dout_at + stage * Tile::q_bytes;
+        wgmma_fence();
+        UNROLL for (int k = 0; k < M / 16; ++k)  // dV += P^T dO
+            wgmma_rs<T, D, 1>(dv, p16 + 4 * k, mn_major<M>(dout, k), !First || k > 0);
+        wgmma_commit();
+        UNROLL for (int k = 0; k < M / 16; ++k)  // dK += dS^T Q
+            wgmma_rs<T, D, 1>(dk, ds16 + 4 * k, mn_major<M>(q, k), !First || k > 0);
+        wgmma_commit();
+        const int dq_tile = Tile::delayed ? before : now.tile;
+        float2 factor;
+        if constexpr (!Tile::by_copy || !Tile::delayed || First)
+            fence_async();  // dS, for both warpgroups' products; else the fence of add_dq does it
+        if constexpr (!Tile::delayed) {
+            begin_dq(dq, at, stage);
+            factor = load_factors(dq_tile, at);
+        } else if constexpr (!First) {
+            factor = load_factors(dq_tile, at);
+            wgmma_wait<2>();
+            pin(dq);
+            add_dq(dq, at, dq_tile, factor);
+        }
+        auto release = [&] {
+            wgmma_wait<1>();
+            pin(dv), pin(dk);
+            if (at.elected)
+                barrier_arrive(&bar.dout_empty[stage]), barrier_arrive(&bar.q_empty[stage]);
+        };
+        if constexpr (!Tile::delayed) release();
+        if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
+        product(s, at, Tile::k_at, Tile::q_at + (stage ^ 1) * Tile::q_bytes);
+        if constexpr (Tile::delayed) {
+            release();
+        } else {
+            wgmma_wait<1>();
+            pin(dq);
+            add_dq(dq, at, dq_tile, factor);
+        }
+        wgmma_wait<0>();
+        pin(s);
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::threads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p) {
+#ifdef TORUS_SM90A
+    extern __shared__ uint8_t raw[];
+    __shared__ BackwardBarriers bar;
+    __shared__ BackwardWork slots[2];
+    const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        barrier_init(&bar.k_full, 1), barrier_init(&bar.k_empty, Tile::consumers);
+        barrier_init(&bar.v_full, 1), barrier_init(&bar.v_empty, Tile::consumers);
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], Tile::consumers);
+            barrier_init(&bar.dout_full[i], 1), barrier_init(&bar.dout_empty[i], Tile::consumers);
+            barrier_init(&bar.work_full[i], 1);
+            barrier_init(&bar.work_empty[i], 4 * Tile::consumers);  // one arrival a warp
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        registers_shrink<Tile::producer_registers>();
+        if (threadIdx.x == 0) backward_produce<Tile>(p, bar, slots, shared);
+    } else {
+        registers_grow<Tile::consumer_registers>();
+        BackwardConsumer<Tile> consumer{p, bar, shared};
+        consumer.run(slots);
+    }
+#endif
+}
+
+}  // namespace torus::flash

@@ -1,0 +1,202 @@
+// The small kernels around the attention backward: `measure` finds the largest keys and values of
+// each head (for the units of dq), `prepare` lays out what the main kernel reads
+// per query row and clears the sums, `find` gives the query tiles that see a key tile when there is
+// a first_key, and `finish` turns the sums into dq. All are bound by memory traffic and small
+// beside the main kernel.
+#pragma once
+#include "kernels/cuda/flash/backward.cuh"
+
+namespace torus::flash {
+
+constexpr int pass_threads = 256;
+
+DEVICE float keep_nan_max(float a, float b) { return a > b || a != a ? a : b; }
+
+// Eight consecutive 16-bit values as floats.
+template <class T>
+DEVICE void load8(const T* from, float (&x)[8]) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    UNROLL for (int i = 0; i < 4; ++i) {
+        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+            x[2 * i] = __uint_as_float(words[i] << 16);
+            x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+        } else {
+            const float2 y = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+            x[2 * i] = y.x, x[2 * i + 1] = y.y;
+        }
+    }
+}
+
+// Grid (chunks, B * Hk): a chunk of keys of one head.
+template <class T, int D>
+__global__ void __launch_bounds__(pass_threads) measure_kernel(const BackwardParams p) {
+    constexpr int lanes = D / 8, rows = pass_threads / lanes;
+    __shared__ float2 part[pass_threads / 32];
+    const int head = blockIdx.y, batch = head / p.kv_heads, h = head % p.kv_heads;
+    const int size = (p.mask.keys + p.chunks - 1) / p.chunks;
+    const int first = blockIdx.x * size, last = min(first + size, p.mask.keys);
+    const T* const k = static_cast<const T*>(p.k_data) + batch * p.k_pitch.batch +
+                       h * p.k_pitch.head + threadIdx.x % lanes * 8;
+    const T* const v = static_cast<const T*>(p.v_data) + batch * p.v_pitch.batch +
+                       h * p.v_pitch.head + threadIdx.x % lanes * 8;
+    float largest = 0, norm = 0;
+    for (int row0 = first; row0 < last; row0 += rows) {
+        const int row = min(row0 + int(threadIdx.x) / lanes, last - 1);  // whole warps take part
+        float x[8], y[8], sum = 0;
+        load8(k + row * p.k_pitch.row, x);
+        load8(v + row * p.v_pitch.row, y);
+        UNROLL for (int i = 0; i < 8; ++i) {
+            largest = keep_nan_max(fabsf(x[i]), largest);
+            sum = fmaf(y[i], y[i], sum);
+        }
+        UNROLL for (int n = lanes / 2; n > 0; n /= 2) sum += __shfl_xor_sync(~0u, sum, n);
+        norm = keep_nan_max(sum, norm);
+    }
+    UNROLL for (int n = 16; n > 0; n /= 2) {
+        largest = keep_nan_max(__shfl_xor_sync(~0u, largest, n), largest);
+        norm = keep_nan_max(__shfl_xor_sync(~0u, norm, n), norm);
+    }
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = make_float2(largest, norm);
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < pass_threads / 32; ++i) {
+        largest = keep_nan_max(part[i].x, largest);
+        norm = keep_nan_max(part[i].y, norm);
+    }
+    p.maxima[int64_t(head) * p.chunks + blockIdx.x] = make_float2(largest, norm);
+}
+
+// One block per (batch, head, query tile).
+template <class Tile>
+__global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardParams p) {
+    using T = typename Tile::Element;
+    constexpr int D = Tile::d, M = Tile::m;
+    constexpr int lanes = D / 8, rows = pass_threads / lanes;
+    __shared__ float norms[M];
+    __shared__ float2 top;
+    __shared__ int low_min, low_max;
+    const int tile = blockIdx.x, bh = tile / p.m_tiles, m = tile % p.m_tiles;
+    const int batch = bh / p.heads, head = bh % p.heads, warp = threadIdx.x / 32;
+    if (tile == 0 && threadIdx.x == 0 && p.counter) *p.counter = 0;
+    const int64_t flags = int64_t(p.batches) * p.kv_heads * p.n_tiles * 2;
+    for (int64_t i = int64_t(tile) * pass_threads + threadIdx.x; i < flags;
+         i += int64_t(gridDim.x) * pass_threads)
+        p.flags[i] = 0;
+    if (threadIdx.x == 0) low_min = p.mask.keys, low_max = 0;
+    if (Tile::sum != Sum::plain && warp == 0) {
+        const float2* const from =
+            p.maxima + int64_t(batch * p.kv_heads + head / p.group) * p.chunks;
+        float2 x = make_float2(0, 0);
+        for (int i = threadIdx.x; i < p.chunks; i += 32)
+            x.x = keep_nan_max(from[i].x, x.x), x.y = keep_nan_max(from[i].y, x.y);
+        UNROLL for (int n = 16; n > 0; n /= 2) {
+            x.x = keep_nan_max(__shfl_xor_sync(~0u, x.x, n), x.x);
+            x.y = keep_nan_max(__shfl_xor_sync(~0u, x.y, n), x.y);
+        }
+        if (threadIdx.x == 0) top = x;
+    }
+    if constexpr (Tile::sum != Sum::plain) {
+        const T* const dout = static_cast<const T*>(p.dout_data) + batch * p.dout_pitch.batch +
+                              head * p.dout_pitch.head + threadIdx.x % lanes * 8;
+        UNROLL for (int r = threadIdx.x / lanes; r < M; r += rows) {
+            const int row = min(m * M + r, p.mask.queries - 1);
+            float x[8], sum = 0;
+            load8(dout + row * p.dout_pitch.row, x);
+            UNROLL for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+            UNROLL for (int n = lanes / 2; n > 0; n /= 2) sum += __shfl_xor_sync(~0u, sum, n);
+            if (threadIdx.x % lanes == 0) norms[r] = sqrtf(sum);
+        }
+    }
+    int4* const sums = static_cast<int4*>(p.sums) + int64_t(tile) * (M * D / 4);
+    UNROLL for (int i = threadIdx.x; i < M * D / 4; i += pass_threads) sums[i] =
+        make_int4(0, 0, 0, 0);
+    __syncthreads();
+    RowStats<M>& stats = static_cast<RowStats<M>*>(p.stats)[tile];
+    if (threadIdx.x < M) {
+        const int r = threadIdx.x, row = m * M + r;
+        const bool inside = row < p.mask.queries;
+        const int64_t at = int64_t(bh) * p.mask.queries + row;
+        const float lse = inside ? p.lse[at] : -INFINITY, delta = inside ? p.delta[at] : 0.f;
+        stats.lse2[r] = lse == -INFINITY ? INFINITY : lse * 1.44269504f;
+        stats.delta[r] = delta;
+        if constexpr (Tile::sum != Sum::plain) {
+            // |dq| <= sum_j P_ij |dP_ij - delta_i| |k_j|, and so any part of the sum; 2% for
+            // rounding
+            const float bound = 1.02f * (norms[r] * sqrtf(top.y) + fabsf(delta)) * top.x;
+            const bool finite = bound < INFINITY && lse < INFINITY;  // else dq becomes NaN
+            // 2^30 units for the bound, or 1.5 * 2^e for a bound in [2^e, 2^(e+1))
+            const float wish = Tile::sum == Sum::fixed ? 1073741824.f / fmaxf(bound, 1e-25f)
+                                                       : fmaxf(bound, 1e-25f);
+            const uint32_t power = __float_as_uint(wish) & 0x7F800000u;
+            const uint32_t unit = Tile::sum == Sum::fixed ? power : power | 0x400000u;
+            stats.factor[r] = finite ? __uint_as_float(unit) : NAN;
+        }
+        const int low = inside ? p.mask.low(batch, row) : 0;
+        stats.low[r] = low;
+        if (inside) atomicMin(&low_min, low), atomicMax(&low_max, low);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) stats.low_min = low_min, stats.low_max = low_max;
+}
+
+// One warp per (batch, key tile).
+template <int M>
+__global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int n_rows) {
+    const int batch = blockIdx.x / p.n_tiles, n = blockIdx.x % p.n_tiles;
+    const int last_key = min((n + 1) * n_rows, p.mask.keys) - 1;
+    const RowStats<M>* const stats =
+        static_cast<const RowStats<M>*>(p.stats) + int64_t(batch) * p.heads * p.m_tiles;
+    int begin = p.m_tiles, end = 0;
+    for (int m = threadIdx.x; m < p.m_tiles; m += 32)
+        if (stats[m].low_min <= last_key) begin = min(begin, m), end = max(end, m + 1);
+    begin = __reduce_min_sync(~0u, begin), end = __reduce_max_sync(~0u, end);
+    if (threadIdx.x == 0) p.ranges[blockIdx.x] = make_int2(begin, end);
+}
+
+// One block per (batch, head, query tile); the threads stand for the consumers of the main kernel.
+template <class Tile>
+__global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardParams p) {
+    using T = typename Tile::Element;
+    constexpr int D = Tile::d, M = Tile::m;
+    const int tile = blockIdx.x, bh = tile / p.m_tiles, m = tile % p.m_tiles;
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32, quad = lane % 4;
+    const int row = (D == 64 ? group * 64 : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int4* const from = static_cast<const int4*>(p.sums) + int64_t(tile) * (M * D / 4) +
+                             group * 1024 + threadIdx.x % 128;
+    int4 sum[8];
+    UNROLL for (int i = 0; i < 8; ++i) sum[i] = from[i * 128];
+    const RowStats<M>& stats = static_cast<const RowStats<M>*>(p.stats)[tile];
+    UNROLL for (int r = 0; r < 2; ++r) {
+        const bool inside = m * M + row + 8 * r < p.mask.queries;
+        const float unit = Tile::sum == Sum::fixed ? p.scale / stats.factor[row + 8 * r] : p.scale;
+        const int64_t at = bh / p.heads * p.dq_pitch.batch +
+                           (m * M + row + 8 * r) * p.dq_pitch.row + bh % p.heads * p.dq_pitch.head +
+                           (D == 128 ? group * 64 : 0);
+        float x[16];
+        UNROLL for (int i = 0; i < 8; ++i) {
+            const int even = r ? sum[i].z : sum[i].x, odd = r ? sum[i].w : sum[i].y;
+            x[2 * i] = (Tile::sum == Sum::fixed ? float(even) : __int_as_float(even)) * unit;
+            x[2 * i + 1] = (Tile::sum == Sum::fixed ? float(odd) : __int_as_float(odd)) * unit;
+        }
+        if (p.accumulate) {
+            if (!inside) continue;
+            float* const to = static_cast<float*>(p.dq) + at + 2 * quad;
+            UNROLL for (int i = 0; i < 8; ++i) {
+                float2 y = *reinterpret_cast<float2*>(to + 8 * i);
+                y.x += x[2 * i], y.y += x[2 * i + 1];
+                *reinterpret_cast<float2*>(to + 8 * i) = y;
+            }
+            continue;
+        }
+        T* const to = static_cast<T*>(p.dq) + at + 8 * quad;
+        UNROLL for (int i = 0; i < 8; i += 4) {
+            uint32_t y[4];
+            UNROLL for (int j = 0; j < 4; ++j) y[j] = pack<T>(x[2 * (i + j)], x[2 * (i + j) + 1]);
+            transpose_quad(y);
+            if (inside) *reinterpret_cast<uint4*>(to + 8 * i) = make_uint4(y[0], y[1], y[2], y[3]);
+        }
+    }
+}
+
+}  // namespace torus::flash

@@ -1,0 +1,128 @@
+// How the attention backward is divided: tile shapes and shared memory, the units of work that
+// blocks draw from a counter, and the thread that copies their tiles in. See backward.cuh.
+#pragma once
+#include "kernels/cuda/flash/params.h"
+#include "kernels/cuda/flash/wgmma.cuh"
+
+namespace torus::flash {
+
+template <class T, int D, Sum How>
+struct BackwardTile {
+    using Element = T;
+    static constexpr Sum sum = How;
+    static constexpr int d = D, m = D == 64 ? 128 : 64, n = 128, consumers = 2, threads = 384;
+    static constexpr int producer_registers = 24, consumer_registers = 240;
+    static constexpr bool delayed = D == 128;  // dQ of a step runs in the next one
+    // dQ goes to memory through shared memory and the copy engine, or straight from the registers.
+    static constexpr bool by_copy = How == Sum::fixed || D == 64;
+    static constexpr uint32_t kv_bytes = n * D * 2, q_bytes = m * D * 2;
+    static constexpr uint32_t ds_bytes = m * n * 2, dq_bytes = by_copy ? m * D * 4 : 0;
+    static constexpr uint32_t stats_bytes = sizeof(RowStats<m>);
+    // offsets in shared memory
+    static constexpr uint32_t k_at = 0, v_at = k_at + kv_bytes, q_at = v_at + kv_bytes;
+    static constexpr uint32_t dout_at = q_at + 2 * q_bytes, ds_at = dout_at + 2 * q_bytes;
+    static constexpr uint32_t dq_at = ds_at + 2 * ds_bytes, stats_at = dq_at + dq_bytes;
+    static constexpr int shared_bytes = stats_at + 2 * stats_bytes + 1024;
+};
+
+struct BackwardBarriers {
+    uint64_t k_full, k_empty, v_full, v_empty;
+    uint64_t q_full[2], q_empty[2], dout_full[2], dout_empty[2];
+    uint64_t work_full[2], work_empty[2];
+};
+
+// A key tile of one kv head against the query tiles [begin, end) of the query heads of one part.
+struct BackwardWork {
+    int n, kv_head, part;  // kv_head counts through all batches; negative: no more work
+    int begin, end;
+    uint32_t phase;  // parity of the loads of K and V
+};
+
+// Unit number -> key tile, head and part. Parts in order, since each adds to what the one before it
+// left; low key tiles, which a causal mask lets more queries see, first.
+template <class Tile>
+DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
+    const int per_head = p.parts * p.n_tiles;
+    const int section = unit / (p.section_heads * per_head);
+    const int inside = unit - section * p.section_heads * per_head;
+    const int first = section * p.section_heads;
+    const int count = min(p.section_heads, p.batches * p.kv_heads - first);
+    BackwardWork w;
+    w.part = inside / (p.n_tiles * count);
+    w.n = inside / count - w.part * p.n_tiles;
+    w.kv_head = first + inside % count;
+    w.begin = 0, w.end = p.m_tiles;
+    if (p.mask.causal) w.begin = min(max(w.n * Tile::n - p.mask.shift, 0) / Tile::m, p.m_tiles);
+    if (p.mask.first_key) {
+        const int2 range = p.ranges[w.kv_head / p.kv_heads * p.n_tiles + w.n];
+        w.begin = max(w.begin, range.x), w.end = range.y;
+    }
+    w.end = max(w.begin, w.end);
+    return w;
+}
+
+// One thread that keeps the copies coming. It has 24 registers, so it reads its unit of work back
+// from shared memory where it can.
+template <class Tile>
+DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, BackwardWork* slots,
+                             uint32_t shared) {
+    tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v), tma_prefetch(&p.dout);
+    int step = 0;
+    uint32_t kv_free = 1;  // parity of the end of the last unit
+    int unit = blockIdx.x;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        volatile BackwardWork* const slot = slots + turn % 2;
+        barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
+        if (unit >= p.units) {
+            slot->kv_head = -1;
+            barrier_arrive(&bar.work_full[turn % 2]);
+            return;
+        }
+        {
+            const BackwardWork w = find_unit<Tile>(p, unit);
+            slot->n = w.n, slot->kv_head = w.kv_head, slot->part = w.part;
+            slot->begin = w.begin, slot->end = w.end, slot->phase = kv_free ^ 1;
+        }
+        barrier_arrive(&bar.work_full[turn % 2]);
+        int m = slot->begin, left = (slot->end - m) * p.part_heads;
+        const int batch = slot->kv_head / p.kv_heads;
+        int head = slot->kv_head % p.kv_heads * p.group + slot->part * p.part_heads;
+        if (left > 0) {
+            barrier_wait(&bar.k_empty, kv_free);
+            barrier_expect(&bar.k_full, Tile::kv_bytes);
+            tma_load(shared + Tile::k_at, &p.k, &bar.k_full, slot->n * Tile::n,
+                     slot->kv_head % p.kv_heads, batch, pass_through);
+        }
+        bool first = true;
+#pragma unroll 1
+        for (; left > 0; --left, ++step) {
+            const int s = step % 2;
+            const uint32_t empty = (step / 2 + 1) % 2;
+            barrier_wait(&bar.q_empty[s], empty);
+            barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
+            tma_load(shared + Tile::q_at + s * Tile::q_bytes, &p.q, &bar.q_full[s], m * Tile::m,
+                     head, batch, keep_in_l2);
+            bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
+                      static_cast<const RowStats<Tile::m>*>(p.stats) +
+                          int64_t((batch * p.heads + head) * p.m_tiles + m),
+                      Tile::stats_bytes, &bar.q_full[s]);
+            if (first) {
+                barrier_wait(&bar.v_empty, kv_free);
+                barrier_expect(&bar.v_full, Tile::kv_bytes);
+                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, slot->n * Tile::n,
+                         slot->kv_head % p.kv_heads, batch, pass_through);
+                kv_free ^= 1;
+                first = false;
+            }
+            barrier_wait(&bar.dout_empty[s], empty);
+            barrier_expect(&bar.dout_full[s], Tile::q_bytes);
+            tma_load(shared + Tile::dout_at + s * Tile::q_bytes, &p.dout, &bar.dout_full[s],
+                     m * Tile::m, head, batch, keep_in_l2);
+            if (++m == slot->end) m = slot->begin, ++head;
+        }
+        unit = p.counter ? int(gridDim.x) + atomicAdd(p.counter, 1) : p.units;
+    }
+}
+
+}  // namespace torus::flash

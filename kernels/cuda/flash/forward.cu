@@ -1,0 +1,40 @@
+// Launches of the Hopper attention forward: checks, parameters, and the table of tile shapes.
+#include "kernels/cuda/flash/flash.h"
+#include "kernels/cuda/flash/forward.cuh"
+#include "kernels/cuda/flash/forward_launch.h"
+
+namespace torus::flash {
+
+namespace {
+
+// Keys of a tile by head dim and length; measured choices, see docs/flash_attention.md.
+template <class T>
+void launch(cudaStream_t stream, const Attn& a, void* workspace) {
+    const int64_t keys = a.k.dim(1);
+    if (a.q.dim(3) == 64)
+        keys < 4096 ? launch_forward<ForwardTile<T, 64, 128>>(stream, a, workspace)
+                    : launch_forward<ForwardTile<T, 64, 192>>(stream, a, workspace);
+    else
+        keys < 8192 ? launch_forward<ForwardTile<T, 128, 128>>(stream, a, workspace)
+                    : launch_forward<ForwardTile<T, 128, 160>>(stream, a, workspace);
+}
+
+}  // namespace
+
+bool forward_supported(const Attn& a) {
+    return inputs_supported(a.q, a.k, a.v, a.scale) &&
+           a.o.dtype == (a.carry ? DType::f32 : a.q.dtype) && rows_aligned(a.o, a.carry ? 8 : 16) &&
+           a.lse.dtype == DType::f32 &&
+           runs_here(
+               reinterpret_cast<const void*>(&forward_kernel<ForwardTile<__nv_bfloat16, 64, 128>>));
+}
+
+int64_t forward_workspace_bytes() { return 256; }
+
+void forward(cudaStream_t stream, const Attn& a, void* workspace) {
+    CHECK(forward_supported(a));
+    a.q.dtype == DType::bf16 ? launch<__nv_bfloat16>(stream, a, workspace)
+                             : launch<__half>(stream, a, workspace);
+}
+
+}  // namespace torus::flash

@@ -1,0 +1,95 @@
+// What the flash kernels are given: plain structs that travel as kernel parameters, and the rule
+// that turns the mask "first_key[i] <= j, j <= i when causal" into ranges of local key numbers.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace torus::flash {
+
+// Strides of a (B,T,H,D) tensor, in elements.
+struct Pitch {
+    int64_t batch, row, head;
+};
+
+// Query row i sees the local keys [low, high): high from the causal rule, low from first_key.
+struct Mask {
+    const int32_t* first_key;  // (B,Tq) or null, global positions
+    int64_t first_key_pitch;   // elements from one batch to the next
+    int64_t k0;                // global position of key 0
+    int32_t shift;             // q0 - k0, cut to a range in which sums with row numbers fit
+    int32_t queries, keys;     // Tq, Tk
+    bool causal;
+
+    __host__ __device__ int high(int row) const {
+        const int end = row + shift + 1;
+        return !causal || end > keys ? keys : end < 0 ? 0 : end;
+    }
+    __device__ int low(int batch, int row) const {
+        if (!first_key) return 0;
+        const int64_t key = int64_t(first_key[batch * first_key_pitch + row]) - k0;
+        return key < 0 ? 0 : key > keys ? keys : int(key);
+    }
+};
+
+struct ForwardParams {
+    CUtensorMap q, k, v;
+    void* o;     // (B,Tq,H,D), T, or float with carry
+    float* lse;  // (B,H,Tq)
+    Pitch o_pitch;
+    Mask mask;
+    int32_t* counter;  // tiles handed out beyond the first of each block; null when there are none
+    int32_t tiles, m_tiles;
+    int32_t heads, group;   // H, H / Hk
+    int32_t section_heads;  // heads whose K and V share the L2 cache
+    int32_t all_heads;      // B * H
+    float scale, scale_log2;
+    bool carry;
+};
+
+// How the sum over key tiles that makes dq is formed in memory.
+enum class Sum {
+    plain,    // fp32, in the order in which the blocks come: the last bits differ from run to run
+    rounded,  // fp32, each addend first rounded to the row's unit: additions are exact, in any
+              // order
+    fixed     // 32-bit integers in units of the row: exact, finer by 2^6, slower
+};
+
+// What the backward reads of M query rows, one contiguous block per (batch, head, query tile).
+template <int M>
+struct RowStats {
+    float lse2[M];    // lse * log2(e); +inf for rows that see nothing and rows past the end
+    float delta[M];   // rowsum(dout * o)
+    float factor[M];  // unit of dq, see Sum and backward_passes.cuh
+    int32_t low[M];   // first visible local key
+    int32_t low_min, low_max, unused[2];
+};
+
+struct BackwardParams {
+    CUtensorMap q, k, v, dout;
+    void *dq, *dk, *dv;  // T, or float with accumulate
+    Pitch dq_pitch, dk_pitch, dv_pitch;
+    const float *lse, *delta;  // (B,H,Tq)
+    Pitch k_pitch, v_pitch, dout_pitch;
+    const void *k_data, *v_data, *dout_data;
+    Mask mask;
+    // scratch
+    int32_t* counter;  // units handed out beyond the first of each block
+    void* stats;       // RowStats<M> (B*H, m_tiles)
+    void* sums;        // dq, float or fixed point (B*H, m_tiles, M*D), in the accumulators' order
+    float2*
+        maxima;    // (B*Hk, chunks): largest |k|, largest squared norm of a row of v; unless plain
+    int2* ranges;  // with first_key: (B, n_tiles) query tiles that see a key tile
+    float4* partial;  // with parts: dk, dv so far (B*Hk, n_tiles, 2, D*128) in accumulator order
+    int32_t* flags;   // with parts: (B*Hk, n_tiles, 2) parts that are done, per warpgroup
+    int32_t chunks;
+    int32_t m_tiles, n_tiles, units;
+    int32_t heads, kv_heads, group, batches;
+    int32_t parts,
+        part_heads;         // the query heads of a group go in `parts` units, one after the other
+    int32_t section_heads;  // kv heads at work at the same time; their queries share the L2 cache
+    float scale, scale_log2;
+    bool accumulate;
+};
+
+}  // namespace torus::flash

@@ -1,0 +1,122 @@
+// wgmma, the warpgroup matrix product of Hopper: D (64 x N, fp32, in registers) (+)= A (64 x 16) B
+// (16 x N). A comes from shared memory (ss) or registers (rs), B from shared memory; both operands
+// lie in 64-element-wide panels with the 128-byte swizzle that TMA writes, so one loaded tile
+// serves as "K-major" (the sum runs along the rows' elements) and "MN-major" operand (the sum runs
+// over rows) without a transposition.
+//
+// Accumulators: thread t, lane l = t % 32 holds the rows 16 * (t / 32) + l / 4 (and + 8) and the
+// columns 8 j + 2 (l % 4) (and + 1): d[4j], d[4j+1] in the first row, d[4j+2], d[4j+3] 8 rows
+// below.
+#pragma once
+#include <type_traits>
+
+#include "kernels/cuda/flash/ptx.cuh"
+
+namespace torus::flash {
+
+// A shared-memory matrix descriptor without its address: swizzle 128 B, 8-row groups 1024 B apart.
+DEVICE uint64_t descriptor(uint32_t address, uint32_t panel_bytes) {
+    return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(panel_bytes >> 4) << 16 |
+           uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+// The k-th slice of 16 of a tile of `rows` rows: along the elements (K-major) or the rows
+// (MN-major).
+template <int Rows>
+DEVICE uint64_t k_major(uint32_t tile, int k) {
+    return descriptor(tile + k / 4 * (Rows * 128) + k % 4 * 32, 16);
+}
+template <int Rows>
+DEVICE uint64_t mn_major(uint32_t tile, int k) {
+    return descriptor(tile + k * 2048, Rows * 128);
+}
+
+// Operand lists of N / 2 accumulators: their names in the text, and their constraints.
+#define WG_L_64                                                                              \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+    "%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_L_128                                                                            \
+    WG_L_64                                                                                 \
+        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+        "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_L_160 WG_L_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WG_L_192 WG_L_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WG_F8(i)                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_F_64 WG_F8(0), WG_F8(8), WG_F8(16), WG_F8(24)
+#define WG_F_128 WG_F_64, WG_F8(32), WG_F8(40), WG_F8(48), WG_F8(56)
+#define WG_F_160 WG_F_128, WG_F8(64), WG_F8(72)
+#define WG_F_192 WG_F_160, WG_F8(80), WG_F8(88)
+
+// A, B, P ...: operand numbers of the inputs, which follow the accumulators.
+#define WG_SS_TYPE(TYPE, N, A, B, P, TA, TB)                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                               \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
+                 " {" WG_L_##N "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"  \
+                 : WG_F_##N                                                            \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB)           \
+                 : "memory")
+#define WG_RS_TYPE(TYPE, N, A0, A1, A2, A3, B, P, TB)                                              \
+    asm volatile(                                                                                  \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N       \
+        "k16.f32." TYPE "." TYPE " {" WG_L_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B \
+                                               ", p, 1, 1, %" #TB ";\n}"                           \
+        : WG_F_##N                                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TransB)         \
+        : "memory")
+#define WG_SS(N, ...)                               \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) \
+        WG_SS_TYPE("bf16", N, __VA_ARGS__);         \
+    else                                            \
+        WG_SS_TYPE("f16", N, __VA_ARGS__)
+#define WG_RS(N, ...)                               \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) \
+        WG_RS_TYPE("bf16", N, __VA_ARGS__);         \
+    else                                            \
+        WG_RS_TYPE("f16", N, __VA_ARGS__)
+
+// Trans 0: K-major, 1: MN-major. accumulate 0 overwrites d.
+template <class T, int N, int TransA, int TransB>
+DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
+    static_assert(N == 64 || N == 128 || N == 160 || N == 192);
+    if constexpr (N == 64) {
+        WG_SS(64, 32, 33, 34, 35, 36);
+    } else if constexpr (N == 128) {
+        WG_SS(128, 64, 65, 66, 67, 68);
+    } else if constexpr (N == 160) {
+        WG_SS(160, 80, 81, 82, 83, 84);
+    } else {
+        WG_SS(192, 96, 97, 98, 99, 100);
+    }
+}
+template <class T, int N, int TransB>
+DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
+    static_assert(N == 64 || N == 128);
+    if constexpr (N == 64) {
+        WG_RS(64, 32, 33, 34, 35, 36, 37, 38);
+    } else {
+        WG_RS(128, 64, 65, 66, 67, 68, 69, 70);
+    }
+}
+
+// Accumulators to 16-bit A operands of the next product; also the registers stmatrix wants.
+template <class T, int N>
+DEVICE void repack(const float (&d)[N], uint32_t (&a)[N / 2]) {
+    UNROLL for (int i = 0; i < N / 2; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// 4x4 transposition of 32-bit words among the four lanes of a quad: lane q ends with the words that
+// lanes 0..3 held in x[q]. Turns accumulators (two columns of each 8) into runs of eight columns.
+DEVICE void transpose_quad(uint32_t (&x)[4]) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    const uint32_t a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+    const uint32_t b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    x[0] = odd ? a : x[0], x[1] = odd ? x[1] : a;
+    x[2] = odd ? b : x[2], x[3] = odd ? x[3] : b;
+    const uint32_t c = __shfl_xor_sync(~0u, upper ? x[0] : x[2], 2);
+    const uint32_t e = __shfl_xor_sync(~0u, upper ? x[1] : x[3], 2);
+    x[0] = upper ? c : x[0], x[2] = upper ? x[2] : c;
+    x[1] = upper ? e : x[1], x[3] = upper ? x[3] : e;
+}
+
+}  // namespace torus::flash

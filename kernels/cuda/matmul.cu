@@ -1,0 +1,441 @@
+// Matrix products on cuBLASLt. A row-major matrix is a column-major one transposed, so each product
+// is stated as D (m,n) = op(A) op(B) + beta * C in column-major terms. Descriptors and the
+// algorithm are made once per shape and kept. Split-K through in-place atomics is excluded, so
+// results are reproducible; fp32 products use fp32 arithmetic, never TF32. Weight gradients add
+// into fp32 by beta = 1, which keeps gradient accumulation exact over micro-batches.
+#include <cublasLt.h>
+
+#include <array>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/tuning.h"
+
+namespace torus::cuda {
+
+constexpr int64_t kMatmulWorkspace = 32 << 20;
+constexpr int kCandidates = 16;
+constexpr int kRounds = 6;  // of timing, the first unmeasured
+using Candidates = std::array<cublasLtMatmulHeuristicResult_t, kCandidates>;
+
+static void check(cublasStatus_t status, const char* what) {
+    if (status != CUBLAS_STATUS_SUCCESS)
+        fail(Exit::internal, "cuBLASLt: ", what, ": ", cublasLtGetStatusString(status));
+}
+
+// --- the product ---------------------------------------------------------------------------------
+struct Product {  // column-major; C has D's type and is D or another matrix
+    DType in, out;
+    bool trans_a = false, trans_b = false;
+    int64_t m, n, k;
+    const void *a, *b, *c;
+    void* d;
+    int64_t lda, ldb, ldc, ldd;
+    const void* bias = nullptr;  // (m), of D's type
+    float beta = 0;
+};
+
+// All that the choice of an algorithm depends on.
+using Key = std::array<int64_t, 13>;
+
+static int64_t alignment(const void* p) {
+    const uintptr_t a = reinterpret_cast<uintptr_t>(p);
+    return int64_t(std::min<uintptr_t>(a & (~a + 1), 256));
+}
+
+static Key key_of(const Product& p) {
+    const int64_t flags = int64_t(p.in) | int64_t(p.out) << 4 | int64_t(p.trans_a) << 8 |
+                          int64_t(p.trans_b) << 9 | int64_t(p.bias != nullptr) << 10 |
+                          int64_t(p.beta != 0) << 11;
+    return {flags,
+            p.m,
+            p.n,
+            p.k,
+            p.lda,
+            p.ldb,
+            p.ldc,
+            p.ldd,
+            alignment(p.a),
+            alignment(p.b),
+            alignment(p.c),
+            alignment(p.d),
+            p.bias ? alignment(p.bias) : 0};
+}
+
+static cudaDataType_t cuda_type(DType t) {
+    switch (t) {
+        case DType::f32: return CUDA_R_32F;
+        case DType::bf16: return CUDA_R_16BF;
+        case DType::f16: return CUDA_R_16F;
+        default: fail(Exit::internal, "matmul: no product of ", name_of(t));
+    }
+}
+
+// Descriptors and algorithm of one key.
+struct Plan {
+    cublasLtMatmulDesc_t desc = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
+    cublasLtMatmulAlgo_t algo{};
+
+    explicit Plan(const Product& p) {
+        const auto layout = [](DType type, int64_t rows, int64_t cols, int64_t ld) {
+            cublasLtMatrixLayout_t l = nullptr;
+            check(
+                cublasLtMatrixLayoutCreate(&l, cuda_type(type), uint64_t(rows), uint64_t(cols), ld),
+                "cublasLtMatrixLayoutCreate");
+            return l;
+        };
+        check(cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+              "cublasLtMatmulDescCreate");
+        set(CUBLASLT_MATMUL_DESC_TRANSA, p.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+        set(CUBLASLT_MATMUL_DESC_TRANSB, p.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+        if (p.bias) {
+            set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+            set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+        }
+        a = layout(p.in, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda);
+        b = layout(p.in, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
+        c = layout(p.out, p.m, p.n, p.ldc);
+        d = layout(p.out, p.m, p.n, p.ldd);
+    }
+    ~Plan() {
+        for (cublasLtMatrixLayout_t l : {a, b, c, d})
+            if (l) cublasLtMatrixLayoutDestroy(l);
+        if (desc) cublasLtMatmulDescDestroy(desc);
+    }
+    Plan(const Plan&) = delete;
+
+    template <class V>
+    void set(cublasLtMatmulDescAttributes_t attribute, const V& value) {
+        check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)),
+              "cublasLtMatmulDescSetAttribute");
+    }
+};
+
+class Matmul {
+public:
+    Matmul() { check(cublasLtCreate(&handle_), "cublasLtCreate"); }
+    ~Matmul() { cublasLtDestroy(handle_); }
+    Matmul(const Matmul&) = delete;
+
+    void run(const char* op, Stream& stream, const Product& p);
+    void tune(const std::string& file, const std::string& device);
+
+private:
+    std::unique_ptr<Plan> make_plan(const char* op, Stream& stream, const Product& p);
+    void launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                const cublasLtMatmulAlgo_t& algo);
+    size_t fastest(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                   const Candidates& candidates, int count);
+
+    cublasLtHandle_t handle_ = nullptr;
+    std::map<Key, std::unique_ptr<Plan>> plans_;
+    std::string tuning_file_;
+    std::map<Key, cublasLtMatmulAlgo_t> tuned_;
+};
+
+void Matmul::run(const char* op, Stream& stream, const Product& p) {
+    if (p.m == 0 || p.n == 0) return;
+    CHECK(stream.handle, ": ", op, " was queued without a stream");
+    const Range range(op);
+    const Key key = key_of(p);
+    auto found = plans_.find(key);
+    if (found == plans_.end()) found = plans_.emplace(key, make_plan(op, stream, p)).first;
+    if (p.bias) found->second->set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    launch(op, stream, p, *found->second, found->second->algo);
+}
+
+void Matmul::launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                    const cublasLtMatmulAlgo_t& algo) {
+    const float alpha = 1;
+    check(cublasLtMatmul(handle_, plan.desc, &alpha, p.a, plan.a, p.b, plan.b, &p.beta, p.c, plan.c,
+                         p.d, plan.d, &algo, workspace(stream, kMatmulWorkspace, op),
+                         kMatmulWorkspace, static_cast<cudaStream_t>(stream.handle)),
+          op);
+}
+
+std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Product& p) {
+    auto plan = std::make_unique<Plan>(p);
+    if (const auto tuned = tuned_.find(key_of(p)); tuned != tuned_.end()) {
+        cublasLtMatmulHeuristicResult_t result{};
+        if (cublasLtMatmulAlgoCheck(handle_, plan->desc, plan->a, plan->b, plan->c, plan->d,
+                                    &tuned->second, &result) == CUBLAS_STATUS_SUCCESS &&
+            result.workspaceSize <= kMatmulWorkspace) {
+            plan->algo = tuned->second;
+            return plan;
+        }
+    }
+    cublasLtMatmulPreference_t preference = nullptr;
+    check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+        check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)),
+              "cublasLtMatmulPreferenceSetAttribute");
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(kMatmulWorkspace));
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment(p.a)));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(alignment(p.b)));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(alignment(p.c)));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t(alignment(p.d)));
+    Candidates candidates{};
+    int found = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(handle_, plan->desc, plan->a, plan->b, plan->c, plan->d,
+                                       preference, kCandidates, candidates.data(), &found);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status != CUBLAS_STATUS_SUCCESS || found == 0)
+        fail(Exit::internal, "cuBLASLt has no algorithm for ", op, " (m ", p.m, ", n ", p.n, ", k ",
+             p.k, ", pitches ", p.lda, ", ", p.ldb, ", ", p.ldd, ") in ", name_of(p.in), ": ",
+             cublasLtGetStatusString(status));
+    plan->algo =
+        candidates[tuning_file_.empty() ? 0 : fastest(op, stream, p, *plan, candidates, found)]
+            .algo;
+    return plan;
+}
+
+// --- tuning --------------------------------------------------------------------------------------
+// Times each candidate on the operands at hand. D, which a product may add to, is kept aside and
+// put back; where there is no room for that the library's first choice stays.
+size_t Matmul::fastest(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                       const Candidates& candidates, int count) {
+    const cudaStream_t s = static_cast<cudaStream_t>(stream.handle);
+    const size_t row = size_t(p.m * size_of(p.out)), pitch = size_t(p.ldd * size_of(p.out));
+    void* kept = nullptr;
+    if (cudaMalloc(&kept, row * size_t(p.n)) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    check(cudaMemcpy2DAsync(kept, row, p.d, pitch, row, size_t(p.n), cudaMemcpyDeviceToDevice, s),
+          op);
+    cudaEvent_t from = nullptr, to = nullptr;
+    check(cudaEventCreate(&from), "cudaEventCreate");
+    check(cudaEventCreate(&to), "cudaEventCreate");
+    std::array<float, kCandidates> total{};  // ms, without the first round
+    for (int round = 0; round < kRounds; ++round) {
+        for (int i = 0; i < count; ++i) {
+            float ms = 0;
+            check(cudaEventRecord(from, s), "cudaEventRecord");
+            launch(op, stream, p, plan, candidates[size_t(i)].algo);
+            check(cudaEventRecord(to, s), "cudaEventRecord");
+            check(cudaEventSynchronize(to), op);
+            check(cudaEventElapsedTime(&ms, from, to), "cudaEventElapsedTime");
+            if (round > 0) total[size_t(i)] += ms;
+        }
+    }
+    size_t best = size_t(std::min_element(total.begin(), total.begin() + count) - total.begin());
+    if (total[best] > 0.98f * total[0]) best = 0;
+    check(cudaMemcpy2DAsync(const_cast<void*>(p.d), pitch, kept, row, row, size_t(p.n),
+                            cudaMemcpyDeviceToDevice, s),
+          op);
+    check(cudaStreamSynchronize(s), op);
+    cudaEventDestroy(from);
+    cudaEventDestroy(to);
+    cudaFree(kept);
+    std::ofstream out(tuning_file_, std::ios::app);
+    for (int64_t part : key_of(p)) out << part << ' ';
+    for (uint64_t word : candidates[best].algo.data) out << word << ' ';
+    out << best << ' ' << total[best] / (kRounds - 1) << '\n';
+    require(bool(out), Exit::io, "--tune-matmul: ", tuning_file_, " cannot be written");
+    return best;
+}
+
+// The file: a line that names library and GPU, then one line per product: key, algorithm, its place
+// in the library's list, milliseconds. A file of another library or GPU is started afresh.
+void Matmul::tune(const std::string& file, const std::string& device) {
+    const std::string head = concat("cublasLt ", cublasLtGetVersion(), " ", device);
+    tuning_file_ = file;
+    tuned_.clear();
+    plans_.clear();
+    std::ifstream in(file);
+    std::string line;
+    if (in && std::getline(in, line) && line == head) {
+        while (std::getline(in, line)) {
+            std::istringstream fields(line);
+            Key key{};
+            cublasLtMatmulAlgo_t algo{};
+            for (int64_t& part : key) fields >> part;
+            for (uint64_t& word : algo.data) fields >> word;
+            require(bool(fields), Exit::bad_data, "--tune-matmul: ", file,
+                    " has a broken line; delete the file to time again: ", line);
+            tuned_[key] = algo;
+        }
+        return;
+    }
+    std::ofstream out(file, std::ios::trunc);
+    out << head << '\n';
+    require(bool(out), Exit::io, "--tune-matmul: ", file, " cannot be written");
+}
+
+void CudaKernels::tune_matmul(const std::string& file) { matmul_->tune(file, device_.name()); }
+
+// --- bias gradient -------------------------------------------------------------------------------
+constexpr int kColumnWarps = 8;
+
+// One block: 32 * W columns and a share of the rows; its warps take rows in turn and add up in
+// order.
+template <class T, int W>
+__global__ void __launch_bounds__(32 * kColumnWarps)
+    column_sums_kernel(float* partial, const T* x, int64_t rows, int64_t cols, int64_t pitch,
+                       int64_t tiles) {
+    __shared__ float parts[kColumnWarps][32 * W];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t share = blockIdx.x / tiles, shares = gridDim.x / tiles;
+    const int64_t col = (blockIdx.x % tiles * 32 + lane) * W;
+    float sum[W] = {};
+    if (col < cols) {
+#pragma unroll 4
+        for (int64_t r = share * kColumnWarps + warp; r < rows; r += shares * kColumnWarps) {
+            const Vec<T, W> v = load<W>(x + r * pitch + col);
+            for (int k = 0; k < W; ++k) sum[k] += v.get(k);
+        }
+    }
+    for (int k = 0; k < W; ++k) parts[warp][k * 32 + lane] = sum[k];
+    __syncthreads();
+    if (warp > 0 || col >= cols) return;
+    for (int w = 1; w < kColumnWarps; ++w)
+        for (int k = 0; k < W; ++k) sum[k] += parts[w][k * 32 + lane];
+    for (int k = 0; k < W; ++k) partial[share * cols + col + k] = sum[k];
+}
+
+// Shares of the rows, so that about four blocks run on each multiprocessor.
+static int64_t row_shares(int64_t rows, int64_t tiles) {
+    return std::clamp<int64_t>(divide_up(4 * int64_t(multiprocessors()), tiles), 1,
+                               std::max<int64_t>(divide_up(rows, 4 * kColumnWarps), 1));
+}
+
+static void column_sums(Stream& stream, float* out, const Matrix& x) {
+    const char* name = "bias_gradient";
+    dispatch_width(x.dtype, vectorizable(x), [&](auto type, auto width) {
+        using T = typename decltype(type)::type;
+        constexpr int W = decltype(width)::value;
+        const int64_t tiles = divide_up(x.cols, 32 * W), shares = row_shares(x.rows, tiles);
+        float* partial = static_cast<float*>(workspace(stream, shares * x.cols * 4, name));
+        launch(name, stream, {.blocks = shares * tiles, .threads = 32 * kColumnWarps},
+               column_sums_kernel<T, W>, partial, x.as<T>(), x.rows, x.cols, x.pitch, tiles);
+        reduce_partials(name, stream, out, nullptr, partial, shares, x.cols);
+    });
+}
+
+// --- launchers -----------------------------------------------------------------------------------
+int64_t matmul_workspace(const WorkspaceDims& d) {
+    // Column sums: shares * columns, and shares * tiles is about four blocks a multiprocessor.
+    const int64_t sums = (4 * int64_t(multiprocessors()) * 32 * 8 + d.features) * 4;
+    return std::max(kMatmulWorkspace, sums);
+}
+
+CudaKernels::CudaKernels(DType dtype, int index)
+    : device_(index), precision_(precision_of(dtype)), matmul_(std::make_unique<Matmul>()) {}
+CudaKernels::~CudaKernels() = default;
+
+int64_t CudaKernels::workspace_bytes(const WorkspaceDims& d) const {
+    return std::max({embedding_workspace(d), norm_workspace(d), matmul_workspace(d),
+                     attention_workspace(d), reduce_workspace()});
+}
+
+static Matrix matrix(const Tensor& t, const char* name, DType dtype, int64_t rows, int64_t cols) {
+    const Matrix m = as_matrix(t, name);
+    CHECK(m.dtype == dtype && m.rows == rows && m.cols == cols, ": ", name, " is ",
+          name_of(m.dtype), " ", t.shape.str(), ", expected ", rows, " rows of ", cols, " in ",
+          name_of(dtype));
+    return m;
+}
+
+void CudaKernels::matmul_forward(Stream& stream, Tensor out, Tensor x, Tensor w, Tensor bias,
+                                 Tensor residual) {
+    const char* name = "matmul_forward";
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, name).rows;
+    const Matrix mx = matrix(x, "matmul_forward: x", act, N, C);
+    const Matrix mo = matrix(out, "matmul_forward: out", act, N, O);
+    const Matrix mr = residual ? matrix(residual, "matmul_forward: residual", act, N, O) : mo;
+    expect(w, "matmul_forward: w", act, O * C);
+    if (bias) expect(bias, "matmul_forward: bias", act, O);
+    matmul_->run(name, stream,
+                 {.in = act,
+                  .out = act,
+                  .trans_a = true,
+                  .m = O,
+                  .n = N,
+                  .k = C,
+                  .a = w.data,
+                  .b = mx.data,
+                  .c = mr.data,
+                  .d = mo.data,
+                  .lda = C,
+                  .ldb = mx.pitch,
+                  .ldc = mr.pitch,
+                  .ldd = mo.pitch,
+                  .bias = bias.data,
+                  .beta = residual ? 1.0f : 0.0f});
+}
+
+void CudaKernels::matmul_backward_input(Stream& stream, Tensor dx, Tensor dout, Tensor w,
+                                        bool accumulate) {
+    const char* name = "matmul_backward_input";
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(dx, name).rows;
+    const Matrix md = matrix(dout, "matmul_backward_input: dout", act, N, O);
+    const Matrix mx = matrix(dx, "matmul_backward_input: dx", act, N, C);
+    expect(w, "matmul_backward_input: w", act, O * C);
+    matmul_->run(name, stream,
+                 {.in = act,
+                  .out = act,
+                  .m = C,
+                  .n = N,
+                  .k = O,
+                  .a = w.data,
+                  .b = md.data,
+                  .c = mx.data,
+                  .d = mx.data,
+                  .lda = C,
+                  .ldb = md.pitch,
+                  .ldc = mx.pitch,
+                  .ldd = mx.pitch,
+                  .beta = accumulate ? 1.0f : 0.0f});
+}
+
+void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, Tensor dout,
+                                         Tensor x) {
+    const char* name = "matmul_backward_weight";
+    const DType act = precision_.act;
+    const int64_t O = dw.dim(0), C = dw.dim(1), N = as_matrix(x, name).rows;
+    if (N == 0) return;
+    const Matrix md = matrix(dout, "matmul_backward_weight: dout", act, N, O);
+    const Matrix mx = matrix(x, "matmul_backward_weight: x", act, N, C);
+    expect(dw, "matmul_backward_weight: dw", DType::f32, O * C);
+    matmul_->run(name, stream,
+                 {.in = act,
+                  .out = DType::f32,
+                  .trans_b = true,
+                  .m = C,
+                  .n = O,
+                  .k = N,
+                  .a = mx.data,
+                  .b = md.data,
+                  .c = dw.data,
+                  .d = dw.data,
+                  .lda = mx.pitch,
+                  .ldb = md.pitch,
+                  .ldc = C,
+                  .ldd = C,
+                  .beta = 1.0f});
+    if (!db) return;
+    expect(db, "matmul_backward_weight: db", DType::f32, O);
+    column_sums(stream, db.as<float>(), md);
+}
+
+}  // namespace torus::cuda
+
+namespace torus {
+
+void tune_matmul(Kernels& kernels, const std::string& file) {
+    auto* cuda = dynamic_cast<cuda::CudaKernels*>(&kernels);
+    require(cuda, Exit::usage, "--tune-matmul is for the GPU; leave it out with --device cpu");
+    cuda->tune_matmul(file);
+}
+
+}  // namespace torus

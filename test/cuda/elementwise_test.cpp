@@ -1,0 +1,247 @@
+// Ops outside the table of ops: moving, filling, sums over tensors and the optimizer, against the
+// CPU backend; and that their results do not change from run to run.
+#include <cmath>
+#include <limits>
+
+#include "test/cuda/gpu.h"
+#include "test/kernels/harness.h"
+#include "test/test.h"
+
+using namespace torus;
+using namespace torus::test;
+
+namespace {
+
+const DType float_types[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+const double nan_ = std::numeric_limits<double>::quiet_NaN();
+
+// A view of n elements that starts `skip` elements into a larger tensor: misaligned vectors.
+Tensor part(const DeviceValue& v, int64_t skip, int64_t n) { return v.tensor().slice(0, skip, n); }
+
+std::vector<double> middle(const std::vector<double>& v, int64_t skip, int64_t n) {
+    return {v.begin() + skip, v.begin() + skip + n};
+}
+
+const int64_t lengths[] = {1, 2, 7, 8, 31, 256, 1000, 4099};
+
+}  // namespace
+
+TEST_CASE("fill writes its range and nothing else") {
+    Gpu gpu(DType::bf16);
+    for (DType type : {DType::f64, DType::f32, DType::bf16, DType::f16, DType::i32})
+        for (int64_t n : lengths)
+            for (int64_t skip : {0, 1, 3})
+                for (double value : {0.0, 3.0}) {
+                    CAPTURE(name_of(type));
+                    CAPTURE(n);
+                    CAPTURE(skip);
+                    const std::vector<double> before = constant_values(n + skip + 5, -1);
+                    DeviceValue x(gpu, type, {n + skip + 5}, before);
+                    gpu.k->fill(gpu.stream, part(x, skip, n), value);
+                    std::vector<double> expected = before;
+                    for (int64_t i = 0; i < n; ++i) expected[size_t(skip + i)] = value;
+                    EXPECT(x.all() == expected);
+                }
+}
+
+TEST_CASE("cast rounds to nearest even between all types") {
+    Gpu gpu(DType::bf16);
+    std::vector<double> values = random_values("cast", 4099, 3);
+    values[0] = 65520;       // rounds to infinity in fp16
+    values[1] = 1e-7;        // subnormal there
+    values[2] = 1.00390625;  // half way between two bf16
+    values[3] = std::numeric_limits<double>::infinity();
+    values[4] = nan_;
+    values[5] = -0.0;
+    for (DType from : float_types)
+        for (DType to : float_types)
+            for (int64_t skip : {0, 1}) {
+                CAPTURE(name_of(from));
+                CAPTURE(name_of(to));
+                const int64_t n = 4099 - skip;
+                DeviceValue src(gpu, from, {4099}, values);
+                DeviceValue dst(gpu, to, {4099}, constant_values(4099, nan_));
+                gpu.k->cast(gpu.stream, part(dst, skip, n), part(src, skip, n));
+                EXPECT(same_bits(middle(dst.all(), skip, n),
+                                 middle(rounded(rounded(values, from), to), skip, n)));
+            }
+}
+
+TEST_CASE("cast of pitched tensors") {
+    Gpu gpu(DType::bf16);
+    const Shape shape{3, 5, 2, 24};
+    const std::vector<double> values = random_values("cast", shape.numel());
+    for (DType from : {DType::f32, DType::bf16})
+        for (int64_t gap : {0, 3, 8})
+            for (int64_t other : {0, 3, 8}) {
+                CAPTURE(gap);
+                CAPTURE(other);
+                DeviceValue src(gpu, from, shape, values, gap);
+                DeviceValue dst(gpu, DType::bf16, shape, constant_values(shape.numel(), nan_),
+                                other);
+                gpu.k->cast(gpu.stream, dst.tensor(), src.tensor());
+                EXPECT(same_bits(dst.all(), rounded(values, DType::bf16)));
+                EXPECT(dst.gaps_intact());
+            }
+    const std::vector<double> ints = {1, -7, 2147483647, 0, 5};
+    DeviceValue a(gpu, DType::i32, {5}, ints), b(gpu, DType::i32, {5});
+    gpu.k->cast(gpu.stream, b.tensor(), a.tensor());
+    EXPECT(b.all() == ints);
+}
+
+TEST_CASE("stochastic rounding gives the bits of the CPU backend") {
+    Gpu gpu(DType::bf16);
+    const auto cpu = make_cpu_kernels(DType::f32);
+    Stream none;
+    for (int64_t n : lengths)
+        for (uint64_t offset : {uint64_t(0), uint64_t(1), uint64_t(6), uint64_t(1) << 33}) {
+            CAPTURE(n);
+            CAPTURE(offset);
+            const std::vector<double> values = random_values("sr", n);
+            Value src(DType::f32, {n}), dst(DType::bf16, {n});
+            src.set_all([&](int64_t i) { return values[size_t(i)]; });
+            cpu->cast_stochastic(none, dst.tensor(), src.tensor(), 11, 22, offset);
+            DeviceValue from(gpu, DType::f32, {n}, values);
+            DeviceValue to(gpu, DType::bf16, {n}, constant_values(n, nan_));
+            gpu.k->cast_stochastic(gpu.stream, to.tensor(), from.tensor(), 11, 22, offset);
+            EXPECT(same_bits(to.all(), dst.all()));
+        }
+}
+
+TEST_CASE("add and scale round once, at any alignment") {
+    Gpu gpu(DType::bf16);
+    for (DType type : float_types)
+        for (int64_t n : lengths)
+            for (int64_t skip : {0, 1}) {
+                CAPTURE(name_of(type));
+                CAPTURE(n);
+                const std::vector<double> a = rounded(random_values("a", n + skip), type);
+                const std::vector<double> b = rounded(random_values("b", n + skip), type);
+                std::vector<double> sum, scaled;
+                for (size_t i = 0; i < a.size(); ++i) {
+                    sum.push_back(a[i] + b[i]);
+                    scaled.push_back(a[i] * 0.375);
+                }
+                DeviceValue x(gpu, type, {n + skip}, a), y(gpu, type, {n + skip}, b);
+                gpu.k->add(gpu.stream, part(x, skip, n), part(x, skip, n), part(y, skip, n));
+                EXPECT(same_bits(middle(x.all(), skip, n), middle(rounded(sum, type), skip, n)));
+                x.set(a);
+                gpu.k->scale(gpu.stream, part(x, skip, n), 0.375);
+                EXPECT(same_bits(middle(x.all(), skip, n), middle(rounded(scaled, type), skip, n)));
+            }
+}
+
+TEST_CASE("sums of tensors are exact to fp64 and reproducible") {
+    Gpu gpu(DType::bf16);
+    for (DType type : float_types)
+        for (int64_t n : {1, 7, 4099, 3000001})
+            for (int64_t skip : {0, 1}) {
+                CAPTURE(name_of(type));
+                CAPTURE(n);
+                const std::vector<double> values = rounded(random_values("x", n + skip), type);
+                double sum = 0, squares = 0;
+                for (int64_t i = skip; i < n + skip; ++i) {
+                    sum += values[size_t(i)];
+                    squares += values[size_t(i)] * values[size_t(i)];
+                }
+                DeviceValue x(gpu, type, {n + skip}, values);
+                DeviceValue out(gpu, DType::f64, {2}, {nan_, nan_});
+                const Tensor xs = part(x, skip, n);
+                gpu.k->sum(gpu.stream, part(out, 0, 1), xs, false);
+                gpu.k->sum_squares(gpu.stream, part(out, 1, 1), xs, false);
+                const std::vector<double> once = out.all();
+                EXPECT(std::abs(once[0] - sum) <= 1e-12 * (std::abs(sum) + double(n)));
+                EXPECT(std::abs(once[1] - squares) <= 1e-12 * squares);
+                gpu.k->sum(gpu.stream, part(out, 0, 1), xs, true);
+                gpu.k->sum_squares(gpu.stream, part(out, 1, 1), xs, true);
+                EXPECT(same_bits(out.all(), {once[0] + once[0], once[1] + once[1]}));
+            }
+}
+
+TEST_CASE("grad_control clips, counts and skips") {
+    Gpu gpu(DType::bf16);
+    const auto run = [&](double squares, double max_norm, double unscale) {
+        DeviceValue control(gpu, DType::f64, {4}, {nan_, nan_, 5, 2});
+        DeviceValue sum(gpu, DType::f64, {1}, std::vector<double>{squares});
+        gpu.k->grad_control(gpu.stream, control.tensor(), sum.tensor(), max_norm, unscale);
+        return control.all();
+    };
+    EXPECT(same_bits(run(16, 1, 1), {4, 1 / (4 + 1e-6), 6, 2}));
+    EXPECT(same_bits(run(16, 0, 1), {4, 1, 6, 2}));
+    EXPECT(same_bits(run(16, 100, 0.5), {2, 0.5, 6, 2}));
+    const std::vector<double> skipped = run(std::numeric_limits<double>::infinity(), 1, 1);
+    EXPECT(skipped[1] == 0);
+    EXPECT(skipped[2] == 5);
+    EXPECT(skipped[3] == 3);
+    EXPECT(run(nan_, 1, 1)[1] == 0);
+}
+
+TEST_CASE("adamw equals the CPU's, and a skipped step changes nothing") {
+    const auto cpu = make_cpu_kernels(DType::f32);
+    Stream none;
+    for (DType type : {DType::bf16, DType::f16, DType::f32}) {
+        Gpu gpu(type);
+        for (bool stochastic : {false, true})
+            for (int64_t n : {1, 7, 1000, 70003})
+                for (bool skip : {false, true}) {
+                    if (stochastic && type != DType::bf16) continue;
+                    CAPTURE(name_of(type));
+                    CAPTURE(n);
+                    const std::vector<double> w = random_values("w", n), m = random_values("m", n),
+                                              g = random_values("g", n);
+                    std::vector<double> v = random_values("v", n);
+                    for (double& x : v) x *= x;
+                    const uint64_t offset = skip || n == 7 ? 5 : 8;  // also whole counters
+                    const std::vector<double> control = {1, skip ? 0 : 0.5, 3, 0};
+                    const auto call = [&](Kernels& k, Stream& s, Tensor param, Tensor master,
+                                          Tensor mt, Tensor vt, Tensor grad, Tensor ct) {
+                        k.adamw(s, {.param = param,
+                                    .master = master,
+                                    .m = mt,
+                                    .v = vt,
+                                    .grad = grad,
+                                    .control = ct,
+                                    .lr = 1e-2,
+                                    .beta1 = 0.9,
+                                    .beta2 = 0.95,
+                                    .eps = 1e-8,
+                                    .weight_decay = 0.1,
+                                    .stochastic = stochastic,
+                                    .seed = 3,
+                                    .stream_id = 4,
+                                    .offset = offset});
+                    };
+                    const auto host = [&](DType t, const std::vector<double>& x) {
+                        Value value(t, {int64_t(x.size())});
+                        value.set_all([&](int64_t i) { return x[size_t(i)]; });
+                        return value;
+                    };
+                    const std::vector<double> unset = constant_values(n, nan_);
+                    Value hw = host(DType::f32, w), hm = host(DType::f32, m),
+                          hv = host(DType::f32, v), hg = host(DType::f32, g),
+                          hp = host(type, unset), hc = host(DType::f64, control);
+                    DeviceValue dw(gpu, DType::f32, {n}, w), dm(gpu, DType::f32, {n}, m),
+                        dv(gpu, DType::f32, {n}, v), dg(gpu, DType::f32, {n}, g),
+                        dp(gpu, type, {n}, unset), dc(gpu, DType::f64, {4}, control);
+                    call(*cpu, none, hp.tensor(), hw.tensor(), hm.tensor(), hv.tensor(),
+                         hg.tensor(), hc.tensor());
+                    call(*gpu.k, gpu.stream, dp.tensor(), dw.tensor(), dm.tensor(), dv.tensor(),
+                         dg.tensor(), dc.tensor());
+                    EXPECT(relative_error(dw.all(), hw.all()) < 1e-6);
+                    EXPECT(relative_error(dm.all(), hm.all()) < 1e-6);
+                    EXPECT(relative_error(dv.all(), hv.all()) < 1e-6);
+                    if (skip) {
+                        EXPECT(same_bits(dw.all(), hw.all()));
+                        EXPECT(same_bits(dp.all(), unset));
+                        continue;
+                    }
+                    // The published weight is the GPU's own master, rounded with the CPU's bits.
+                    Value master = host(DType::f32, dw.all()), param = host(type, unset);
+                    if (stochastic)
+                        cpu->cast_stochastic(none, param.tensor(), master.tensor(), 3, 4, offset);
+                    else
+                        cpu->cast(none, param.tensor(), master.tensor());
+                    EXPECT(same_bits(dp.all(), param.all()));
+                }
+    }
+}

@@ -1,0 +1,71 @@
+// Algorithms chosen by timing: the products stay right although each candidate ran on the real
+// operands, the choice is kept in a file, and a later run that reads it gives the same bits.
+#include <filesystem>
+#include <fstream>
+
+#include "kernels/cuda/tuning.h"
+#include "test/cuda/gpu.h"
+#include "test/kernels/harness.h"
+#include "test/test.h"
+
+using namespace torus;
+using namespace torus::test;
+
+namespace {
+
+struct TemporaryFile {
+    std::string path = (std::filesystem::temp_directory_path() / "torus_matmul_test.txt").string();
+    TemporaryFile() { std::filesystem::remove(path); }
+    ~TemporaryFile() { std::filesystem::remove(path); }
+    std::string text() const {
+        std::ifstream in(path);
+        return {std::istreambuf_iterator<char>(in), {}};
+    }
+};
+
+constexpr int64_t N = 320, C = 192, O = 256;
+
+// out with bias and residual in place, and dw added to, twice each.
+std::vector<double> products(Gpu& gpu) {
+    DeviceValue x(gpu, DType::bf16, {N, C}, random_values("x", N * C)),
+        w(gpu, DType::bf16, {O, C}, random_values("w", O * C)),
+        bias(gpu, DType::bf16, {O}, random_values("bias", O)),
+        out(gpu, DType::bf16, {N, O}, random_values("out", N * O)),
+        dw(gpu, DType::f32, {O, C}, random_values("dw", O * C));
+    for (int repeat = 0; repeat < 2; ++repeat) {
+        gpu.k->matmul_forward(gpu.stream, out.tensor(), x.tensor(), w.tensor(), bias.tensor(),
+                              out.tensor());
+        gpu.k->matmul_backward_weight(gpu.stream, dw.tensor(), {}, out.tensor(), x.tensor());
+    }
+    std::vector<double> all = out.all(), more = dw.all();
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+}
+
+}  // namespace
+
+TEST_CASE("tuned products are right, and kept in a file") {
+    const TemporaryFile file;
+    Gpu plain(DType::bf16), tuned(DType::bf16), later(DType::bf16);
+    const std::vector<double> want = products(plain);
+    tune_matmul(*tuned.k, file.path);
+    EXPECT(relative_error(products(tuned), want) < 1e-2);
+    const std::string kept = file.text();
+    EXPECT(std::count(kept.begin(), kept.end(), '\n') == 3);  // what made it, and two products
+    const std::vector<double> again = products(tuned);
+    EXPECT(file.text() == kept);
+    tune_matmul(*later.k, file.path);
+    EXPECT(same_bits(products(later), again));
+    EXPECT(file.text() == kept);
+}
+
+TEST_CASE("a tuning file of another GPU is replaced, a broken one refused") {
+    const TemporaryFile file;
+    Gpu gpu(DType::bf16);
+    std::ofstream(file.path) << "cublasLt 1 another GPU\n1 2 3\n";
+    tune_matmul(*gpu.k, file.path);
+    const std::string head = file.text();
+    EXPECT(head.find("another") == std::string::npos);
+    std::ofstream(file.path, std::ios::app) << "1 2 x\n";
+    EXPECT_THROWS_AS(tune_matmul(*gpu.k, file.path), Error);
+}
