@@ -38,7 +38,7 @@ struct Device {
     virtual void destroy(Event&) noexcept = 0;
     virtual void record(Event&, Stream&) = 0;
     virtual void wait(Stream&, Event&) = 0;                 // work queued later waits for the event
-    virtual void synchronize(Event&) = 0;     // the host waits for the event
+    virtual void synchronize(Event&) = 0;                   // the host waits for the event
     virtual double elapsed_ms(Event& from, Event& to) = 0;  // waits for `to`
 
     // Any direction between host, pinned and device memory; asynchronous where the hardware allows.

@@ -1,4 +1,5 @@
-// Common to all tests: doctest under names that do not clash with kernels/check.h, and small helpers.
+// Common to all tests: doctest under names that do not clash with kernels/check.h, and small
+// helpers.
 #pragma once
 #define DOCTEST_CONFIG_NO_SHORT_MACRO_NAMES
 #include "doctest/doctest.h"

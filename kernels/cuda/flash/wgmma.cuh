@@ -31,6 +31,7 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
 }
 
 // Operand lists of N / 2 accumulators: their names in the text, and their constraints.
+// clang-format off
 #define WG_L_64                                                                              \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
     "%24,%25,%26,%27,%28,%29,%30,%31"
@@ -47,6 +48,7 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
 #define WG_F_128 WG_F_64, WG_F8(32), WG_F8(40), WG_F8(48), WG_F8(56)
 #define WG_F_160 WG_F_128, WG_F8(64), WG_F8(72)
 #define WG_F_192 WG_F_160, WG_F8(80), WG_F8(88)
+// clang-format on
 
 // A, B, P ...: operand numbers of the inputs, which follow the accumulators.
 #define WG_SS_TYPE(TYPE, N, A, B, P, TA, TB)                                           \
