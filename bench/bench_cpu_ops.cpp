@@ -73,7 +73,7 @@ class Table {
 public:
     Table(std::string only, double copy_gbs, double gemm_gflops)
         : only_(std::move(only)), copy_gbs_(copy_gbs), gemm_gflops_(gemm_gflops) {
-        std::printf("%-26s %-26s %9s %16s %14s\n", "op", "shape", "ms", "rate", "of ceiling");
+        std::printf("%-31s %-20s %9s %16s %14s\n", "op", "shape", "ms", "rate", "of ceiling");
     }
     void bytes(const char* op, const Shape& shape, double bytes, const std::function<void()>& f) {
         row(op, shape, bytes, "GB/s", copy_gbs_, f);
@@ -87,7 +87,7 @@ private:
              const std::function<void()>& f) {
         if (!std::strstr(op, only_.c_str())) return;
         const double ms = time_ms(f), rate = work / ms / 1e6;
-        std::printf("%-26s %-26s %9.3f %8.1f %-7s %6.0f %% %s\n", op, shape.str().c_str(), ms, rate,
+        std::printf("%-31s %-20s %9.3f %8.1f %-7s %6.0f %% %s\n", op, shape.str().c_str(), ms, rate,
                     unit, 100 * rate / ceiling, unit[1] == 'B' ? "copy" : "gemm");
         std::fflush(stdout);
     }

@@ -70,50 +70,56 @@ void check_distinct_gpus(Comm& host, int gpu) {
 
 class NcclComm final : public Comm {
 public:
-    NcclComm(Comm& host, int gpu, ncclComm_t comm, std::string name)
-        : Comm(host.rank(), host.size(), std::move(name)), host_(&host), gpu_(gpu), comm_(comm) {}
-    NcclComm(std::unique_ptr<Comm> host, int gpu, ncclComm_t comm, std::string name)
-        : NcclComm(*host, gpu, comm, std::move(name)) {
+    NcclComm(Comm& host, int gpu, std::string name)
+        : Comm(host.rank(), host.size(), std::move(name)), host_(&host), gpu_(gpu) {}
+    NcclComm(std::unique_ptr<Comm> host, int gpu, std::string name)
+        : NcclComm(*host, gpu, std::move(name)) {
         owned_host_ = std::move(host);
     }
     ~NcclComm() override {
         // With an error on its way up, other ranks may never come here: leave it to the process.
-        if (std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);
+        if (comm_ && std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);
     }
 
 protected:
     void do_all_reduce(Stream& s, Tensor x, Reduce op) override {
+        if (size() == 1) return;
         check_nccl(ncclAllReduce(x.data, x.data, size_t(x.numel()), type_of(x.dtype), op_of(op),
-                                 comm_, stream_of(s)),
+                                 comm(), stream_of(s)),
                    "all_reduce");
     }
     void do_all_gather(Stream& s, Tensor out, Tensor in) override {
-        check_nccl(ncclAllGather(in.data, out.data, size_t(in.numel()), type_of(in.dtype), comm_,
+        if (size() == 1) return copy(s, out, in);
+        check_nccl(ncclAllGather(in.data, out.data, size_t(in.numel()), type_of(in.dtype), comm(),
                                  stream_of(s)),
                    "all_gather");
     }
     void do_reduce_scatter(Stream& s, Tensor out, Tensor in, Reduce op) override {
+        if (size() == 1) return copy(s, out, in);
         check_nccl(ncclReduceScatter(in.data, out.data, size_t(out.numel()), type_of(in.dtype),
-                                     op_of(op), comm_, stream_of(s)),
+                                     op_of(op), comm(), stream_of(s)),
                    "reduce_scatter");
     }
     void do_broadcast(Stream& s, Tensor x, int root) override {
+        if (size() == 1) return;
         check_nccl(
-            ncclBroadcast(x.data, x.data, size_t(x.bytes()), ncclUint8, root, comm_, stream_of(s)),
+            ncclBroadcast(x.data, x.data, size_t(x.bytes()), ncclUint8, root, comm(), stream_of(s)),
             "broadcast");
     }
     void do_exchange(Stream& s, std::span<const Message> sends,
                      std::span<const Message> recvs) override {
         copy_own(s, sends, recvs);
+        if (size() == 1) return;
+        const ncclComm_t c = comm();
         check_nccl(ncclGroupStart(), "exchange");
         for (const Message& m : sends)
             if (m.peer != rank() && m.data.numel() > 0)
-                check_nccl(ncclSend(m.data.data, size_t(m.data.bytes()), ncclUint8, m.peer, comm_,
+                check_nccl(ncclSend(m.data.data, size_t(m.data.bytes()), ncclUint8, m.peer, c,
                                     stream_of(s)),
                            "send");
         for (const Message& m : recvs)
             if (m.peer != rank() && m.data.numel() > 0)
-                check_nccl(ncclRecv(m.data.data, size_t(m.data.bytes()), ncclUint8, m.peer, comm_,
+                check_nccl(ncclRecv(m.data.data, size_t(m.data.bytes()), ncclUint8, m.peer, c,
                                     stream_of(s)),
                            "receive");
         check_nccl(ncclGroupEnd(), "exchange");
@@ -124,13 +130,29 @@ protected:
         host_->barrier(none);
     }
     std::unique_ptr<Comm> do_split(int color, int key, const std::string& name) override {
-        auto host = host_->split(color, key, name);
-        ncclComm_t part = nullptr;
-        check_nccl(ncclCommSplit(comm_, color, key, &part, nullptr), "split");
-        return std::make_unique<NcclComm>(std::move(host), gpu_, part, name);
+        return std::make_unique<NcclComm>(host_->split(color, key, name), gpu_, name);
     }
 
 private:
+    // Collective over the group the first time.
+    ncclComm_t comm() {
+        if (comm_) return comm_;
+        check_cuda(cudaSetDevice(gpu_), "device");
+        ncclUniqueId id{};
+        if (rank() == 0) check_nccl(ncclGetUniqueId(&id), "start");
+        Stream none;
+        host_->broadcast(none, Tensor(&id, DType::u8, {sizeof id}), 0);
+        check_nccl(ncclCommInitRank(&comm_, size(), id, rank()), "start");
+        return comm_;
+    }
+
+    void copy(Stream& s, const Tensor& to, const Tensor& from) {
+        if (to.data != from.data)
+            check_cuda(cudaMemcpyAsync(to.data, from.data, size_t(to.bytes()),
+                                       cudaMemcpyDeviceToDevice, stream_of(s)),
+                       "copy");
+    }
+
     void copy_own(Stream& s, std::span<const Message> sends, std::span<const Message> recvs) {
         size_t at = 0;
         for (const Message& m : recvs) {
@@ -139,16 +161,14 @@ private:
                 ++at;
             CHECK(at < sends.size() && sends[at].data.bytes() == m.data.bytes(),
                   ": message to itself without an equal receive");
-            check_cuda(cudaMemcpyAsync(m.data.data, sends[at++].data.data, size_t(m.data.bytes()),
-                                       cudaMemcpyDeviceToDevice, stream_of(s)),
-                       "copy");
+            copy(s, m.data, sends[at++].data);
         }
     }
 
     std::unique_ptr<Comm> owned_host_;
     Comm* host_;
     int gpu_;
-    ncclComm_t comm_;
+    ncclComm_t comm_ = nullptr;
 };
 
 }  // namespace
@@ -156,13 +176,7 @@ private:
 std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu) {
     check_cuda(cudaSetDevice(gpu), "device");
     check_distinct_gpus(host, gpu);
-    ncclUniqueId id{};
-    if (host.rank() == 0) check_nccl(ncclGetUniqueId(&id), "start");
-    Stream none;
-    host.broadcast(none, Tensor(&id, DType::u8, {sizeof id}), 0);
-    ncclComm_t comm = nullptr;
-    check_nccl(ncclCommInitRank(&comm, host.size(), id, host.rank()), "start");
-    return std::make_unique<NcclComm>(host, gpu, comm, "world");
+    return std::make_unique<NcclComm>(host, gpu, "world");
 }
 
 }  // namespace torus

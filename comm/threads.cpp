@@ -1,9 +1,10 @@
 // Ranks as threads of one process: the tests run whole grids of layouts without starting a process,
-// and one GPU can play many ranks. A transfer is two meetings: all ranks lay out what they send;
-// each copies what is for it; nobody leaves before all have copied.
+// and one GPU can play many ranks. A transfer is a meeting, where all ranks lay out what they send,
+// and a parting: each copies what is for it, and nobody leaves before all have copied.
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <mutex>
 
 #include "comm/host_comm.h"
@@ -22,17 +23,20 @@ struct Group {
     Group(std::shared_ptr<Hall> hall, int size, Device* device)
         : hall(std::move(hall)), size(size), device(device), sends(size_t(size)) {}
 
+    // Throws when a rank has stopped.
     void meet() {
         std::unique_lock lock(hall->mutex);
         require(!hall->broken, Exit::peer, "another rank has stopped");
-        const uint64_t round = rounds;
-        if (++arrived == size) {
-            arrived = 0;
-            ++rounds;
-            hall->moved.notify_all();
-        }
+        const uint64_t round = arrive();
         hall->moved.wait(lock, [&] { return rounds != round || hall->broken; });
-        require(!hall->broken || rounds != round, Exit::peer, "another rank has stopped");
+        require(rounds != round, Exit::peer, "another rank has stopped");
+    }
+    // After a meeting: all who were there come here, too, before any of them goes on, because until
+    // then they read each other's memory.
+    void part() {
+        std::unique_lock lock(hall->mutex);
+        const uint64_t round = arrive();
+        hall->moved.wait(lock, [&] { return rounds != round; });
     }
 
     std::shared_ptr<Hall> hall;
@@ -41,6 +45,17 @@ struct Group {
     int arrived = 0;
     uint64_t rounds = 0;
     std::vector<std::span<const Message>> sends;  // what each rank has laid out
+
+private:
+    uint64_t arrive() {
+        const uint64_t round = rounds;
+        if (++arrived == size) {
+            arrived = 0;
+            ++rounds;
+            hall->moved.notify_all();
+        }
+        return round;
+    }
 };
 
 class ThreadComm final : public HostComm {
@@ -68,6 +83,38 @@ protected:
     void transfer(std::span<const Message> sends, std::span<const Message> recvs) override {
         group_->sends[size_t(rank())] = sends;
         group_->meet();
+        std::exception_ptr error;
+        try {
+            take(recvs);
+        } catch (const Error&) {
+            error = std::current_exception();
+        }
+        group_->part();
+        if (error) std::rethrow_exception(error);
+    }
+
+    std::unique_ptr<Comm> do_split(int color, int key, const std::string& name) override {
+        const std::vector<int> members = members_of_split(color, key);
+        const int lead = members[0];
+        // The lead makes the group; the others copy its pointer while it waits at the meeting.
+        std::shared_ptr<Group> group;
+        if (lead == rank())
+            group = std::make_shared<Group>(group_->hall, int(members.size()), group_->device);
+        auto* mine = &group;
+        std::vector<std::shared_ptr<Group>*> all(size_t(size()), nullptr);
+        static_assert(sizeof(mine) == sizeof(int64_t));
+        Stream none;
+        do_all_gather(none, Tensor(all.data(), DType::i64, {size()}),
+                      Tensor(&mine, DType::i64, {1}));
+        if (lead != rank()) group = *all[size_t(lead)];
+        group_->part();
+        const auto at = std::find(members.begin(), members.end(), rank());
+        return std::make_unique<ThreadComm>(group, int(at - members.begin()), name);
+    }
+
+private:
+    // Copies what the others have laid out for this rank.
+    void take(std::span<const Message> recvs) {
         std::vector<size_t> next(size_t(size()), 0);
         for (const Message& m : recvs) {
             const auto from = group_->sends[size_t(m.peer)];
@@ -86,29 +133,8 @@ protected:
                       peer);
         }
         if (stream_) group_->device->synchronize(*stream_);
-        group_->meet();
     }
 
-    std::unique_ptr<Comm> do_split(int color, int key, const std::string& name) override {
-        const std::vector<int> members = members_of_split(color, key);
-        const int lead = members[0];
-        // The lead makes the group; the others copy its pointer while it waits at the meeting.
-        std::shared_ptr<Group> group;
-        if (lead == rank())
-            group = std::make_shared<Group>(group_->hall, int(members.size()), group_->device);
-        auto* mine = &group;
-        std::vector<std::shared_ptr<Group>*> all(size_t(size()), nullptr);
-        static_assert(sizeof(mine) == sizeof(int64_t));
-        Stream none;
-        do_all_gather(none, Tensor(all.data(), DType::i64, {size()}),
-                      Tensor(&mine, DType::i64, {1}));
-        if (lead != rank()) group = *all[size_t(lead)];
-        group_->meet();
-        const auto at = std::find(members.begin(), members.end(), rank());
-        return std::make_unique<ThreadComm>(group, int(at - members.begin()), name);
-    }
-
-private:
     void copy(const Tensor& to, const Tensor& from) {
         if (stream_) {
             group_->device->copy(*stream_, to.data, from.data, to.bytes());

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "engine/eval.h"
@@ -22,6 +23,8 @@ struct Reference {
     int64_t B = 0, T = 0, positions = 0;
     Batch batch;
     bool documents = false;
+    // Errors of a plain implementation in the run's type, by tensor; 16-bit types only.
+    std::map<std::string, double> plain_error;
 };
 
 double number(const nlohmann::json& j, const std::string& path, const char* key) {
@@ -30,7 +33,19 @@ double number(const nlohmann::json& j, const std::string& path, const char* key)
     return j.at(key).get<double>();
 }
 
-void read_optimizer(Reference& r) {
+void read_plain_errors(Reference& r, const nlohmann::json& about, const std::string& path,
+                       DType dtype) {
+    if (size_of(dtype) > 2) return;
+    const std::string key = name_of(dtype);
+    require(about.contains("plain_error") && about.at("plain_error").contains(key) &&
+                about.at("plain_error").at(key).is_object(),
+            Exit::bad_data, path, ": has no plain_error.", key, ", against which ", key,
+            " is judged; add it with scripts/make_reference.py --add-errors ", r.dir);
+    for (const auto& [name, value] : about.at("plain_error").at(key).items())
+        if (value.is_number()) r.plain_error[name] = value.get<double>();
+}
+
+void read_about(Reference& r, DType dtype) {
     const std::string path = r.dir + "/reference.json";
     std::ifstream in(path);
     require(in.good(), Exit::missing_input, path, ": cannot be read; --verify needs a reference ",
@@ -47,6 +62,7 @@ void read_optimizer(Reference& r) {
             Exit::bad_data, path, ": optimizer.betas is not a pair");
     r.optimizer.beta1 = o.at("betas")[0].get<double>();
     r.optimizer.beta2 = o.at("betas")[1].get<double>();
+    read_plain_errors(r, j, path, dtype);
 }
 
 std::vector<int32_t> read_ids(const Reference& r, const char* name, int64_t low, int64_t high) {
@@ -65,9 +81,9 @@ std::vector<int32_t> read_ids(const Reference& r, const char* name, int64_t low,
     return out;
 }
 
-Reference read_reference(const std::string& dir, const ModelConfig& model) {
+Reference read_reference(const std::string& dir, const ModelConfig& model, DType dtype) {
     Reference r{.dir = dir, .tensors = open_safetensors(dir + "/reference.safetensors")};
-    read_optimizer(r);
+    read_about(r, dtype);
     constexpr int64_t most = 1 << 30;
     Batch& b = r.batch;
     b.ids = read_ids(r, "input_ids", 0, model.V);
@@ -116,19 +132,23 @@ struct Difference {
     double relative_l2() const { return std::sqrt(squares / std::max(total, 1e-300)); }
 };
 
-// Collects and prints the comparisons. In fp64 every element must agree. In fp32 the bound is on
-// the relative L2 norm: where a gradient nearly vanishes, AdamW divides rounding noise by its own
-// size, so single weights may differ by more.
+// Collects and prints the comparisons. In fp64 every element must agree. Otherwise the bound is on
+// the relative L2 norm (where a gradient nearly vanishes, AdamW divides rounding noise by its own
+// size, so single weights may differ by more): 1e-5 in fp32; in 16-bit types what a plain
+// implementation in the same type gets wrong, times 2 for outputs and 3 for what gradients decide,
+// plus a quarter of the type's rounding unit.
 class Report {
 public:
-    explicit Report(DType dtype) : f64_(dtype == DType::f64) {
+    Report(DType dtype, const Reference& reference) : dtype_(dtype), reference_(reference) {
         std::printf("  %-36s %12s %12s %9s\n", "quantity", "largest", "rel. L2", "bound");
     }
 
-    void add(const std::string& what, const Difference& d, double f64_bound) {
-        const double bound = f64_ ? f64_bound : 1e-5;
-        const double judged = f64_ ? d.relative_largest() : d.relative_l2();
-        const bool ok = judged <= bound;  // false for NaN
+    // `names`: the tensors of the reference that were compared.
+    void add(const std::string& what, const Difference& d, double f64_bound,
+             const std::vector<std::string>& names, double factor) {
+        const bool f64 = dtype_ == DType::f64;
+        const double bound = f64 ? f64_bound : size_of(dtype_) > 2 ? 1e-5 : plain(names, factor);
+        const bool ok = (f64 ? d.relative_largest() : d.relative_l2()) <= bound;  // NaN fails
         std::printf("  %-36s %12.3e %12.3e %9.1e  %s\n", what.c_str(), d.relative_largest(),
                     d.relative_l2(), bound, ok ? "ok" : "FAILED");
         passed_ = passed_ && ok;
@@ -137,7 +157,22 @@ public:
     bool passed() const { return passed_ && count_ > 0; }
 
 private:
-    bool f64_, passed_ = true;
+    double plain(const std::vector<std::string>& names, double factor) const {
+        double worst = 0;
+        for (const std::string& name : names) {
+            const auto it = reference_.plain_error.find(name);
+            require(it != reference_.plain_error.end(), Exit::bad_data, reference_.dir,
+                    "/reference.json: plain_error has no ", name,
+                    "; add it with scripts/make_reference.py --add-errors ", reference_.dir);
+            worst = std::max(worst, it->second);
+        }
+        const double unit = dtype_ == DType::bf16 ? 0x1p-9 : 0x1p-12;
+        return factor * worst + unit / 4;
+    }
+
+    DType dtype_;
+    const Reference& reference_;
+    bool passed_ = true;
     int count_ = 0;
 };
 
@@ -150,7 +185,9 @@ void compare_parameters(Machine& m, const Tensor& flat, const Reference& r,
                    prefix);
         Difference d;
         for (int64_t i = 0; i < ours.numel(); ++i) d.take(at(ours, i), theirs[size_t(i)]);
-        report.add(concat(prefix, p.spec.name, ".", p.layer), d, limit);
+        std::vector<std::string> names;
+        for (const HfTensor& t : hf_tensors(p.spec, p.layer)) names.push_back(prefix + t.name);
+        report.add(concat(prefix, p.spec.name, ".", p.layer), d, limit, names, 3);
     });
 }
 
@@ -165,7 +202,7 @@ void compare_logits(Machine& m, const Reference& r, Report& report) {
     const Tensor ours(raw.data(), logits.dtype, logits.shape);
     Difference d;
     for (int64_t i = 0; i < ours.numel(); ++i) d.take(at(ours, i), at(theirs, i));
-    report.add("logits", d, 1e-10);
+    report.add("logits", d, 1e-10, {"logits"}, 2);
 }
 
 double run_batch(Machine& m, const Reference& r, Tensor logits) {
@@ -188,8 +225,8 @@ void compare_steps(Machine& m, const Reference& r, Report& report) {
         norm.take(read_f64(m, m.params.control), norms.as<const double>()[i]);
     }
     const std::string steps = concat(losses.numel(), " AdamW steps: ");
-    report.add(steps + "losses", loss, 1e-9);
-    report.add(steps + "gradient norms", norm, 1e-9);
+    report.add(steps + "losses", loss, 1e-9, {"losses"}, 2);
+    report.add(steps + "gradient norms", norm, 1e-9, {"grad_norms"}, 3);
     compare_parameters(m, m.params.master, r, "after.", report, 1e-9);
 }
 
@@ -200,7 +237,8 @@ bool verify(const Config& c) {
     config.model = c.verify;
     config.seq_length = 1;
     Setup setup = make_setup(config, 0);
-    const Reference r = read_reference(c.verify, setup.model);
+    const DType dtype = setup.kernels->precision().act;
+    const Reference r = read_reference(c.verify, setup.model, dtype);
     require(setup.family->rotary() || r.positions <= setup.model.max_T, Exit::bad_data, c.verify,
             ": position ", r.positions - 1, " in a model of ", setup.model.max_T, " positions");
     Machine m(*setup.kernels, setup.model, *setup.family, r.optimizer,
@@ -214,10 +252,10 @@ bool verify(const Config& c) {
     load_weights(m.params, m.kernels(), m.stream(), *setup.weights);
 
     std::printf("%s\n", setup.summary.c_str());
-    Report report(setup.kernels->precision().act);
+    Report report(dtype, r);
     Difference loss;
     loss.take(run_batch(m, r, m.logits()), at(r.tensors->find("loss"), 0));
-    report.add("loss", loss, 1e-10);
+    report.add("loss", loss, 1e-10, {"loss"}, 2);
     compare_logits(m, r, report);
     compare_parameters(m, m.params.gradients, r, "grad.", report, 1e-9);
     m.kernels().fill(m.stream(), m.params.gradients, 0);

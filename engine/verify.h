@@ -4,7 +4,8 @@
 // A reference folder has config.json and model.safetensors in the Hugging Face layout, and
 // reference.safetensors with input_ids, targets (already shifted, negative = ignored), optional
 // position_ids and document_ids (B,T) int64; logits, loss, grad.<name>, losses, grad_norms,
-// after.<name> in fp64; reference.json holds the optimizer's settings.
+// after.<name> in fp64; reference.json holds the optimizer's settings and the errors of a plain
+// implementation in bf16 and fp16, which is what those types are judged by.
 #pragma once
 #include <string>
 

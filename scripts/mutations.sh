@@ -16,8 +16,14 @@ export CCACHE_BASEDIR=$tree
 cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
 
 build() { cmake --build "$work/build" --target "$1" >"$work/log" 2>&1; }
-# test PROGRAM FILTER: true when all pass.
-passes() { timeout 300 "$work/build/bin/$1" "-tc=$2" >"$work/log" 2>&1; }
+# passes PROGRAM FILTER: true when all tests pass. For train_gpt the filter names tests of test/cli.
+passes() {
+    if [ "$1" = train_gpt ]; then
+        timeout 600 python3 "$tree/test/cli/test_ranks.py" "$work/build/bin" $2 >"$work/log" 2>&1
+    else
+        timeout 300 "$work/build/bin/$1" "-tc=$2" >"$work/log" 2>&1
+    fi
+}
 
 survived=()
 noticed=0
@@ -26,10 +32,12 @@ clean=()  # "program filter" pairs that passed without a fault
 # fault NAME FILE PROGRAM FILTER: reads the old and the new text, separated by a line "----".
 fault() {
     local name=$1 file=$2 program=$3 filter=$4 text old new
-    text=$(cat)
+    text=$(cat; echo x)  # x: keeps the last newline
+    text=${text%x}
     [[ $name =~ $pattern ]] || return 0
     old=${text%%$'\n'----$'\n'*}
     new=${text#*$'\n'----$'\n'}
+    new=${new%$'\n'}
     if [[ " ${clean[*]-} " != *" $program/$filter "* ]]; then
         build "$program" || { tail -20 "$work/log" >&2; echo "error: $program does not build" >&2; exit 70; }
         passes "$program" "$filter" ||
@@ -112,15 +120,24 @@ k_.add(s, sum, sum, home.rows(b, 1));
 k_.scale(s, home, 1.0 / ranks());
                 k_.add(s, sum, sum, home.rows(b, 1));
 END
+fault 'last piece of the local step forgotten' comm/seq/ring.cpp test_comm "$modes" <<'END'
+        if (t == steps()) compute(s, c, 0, true);
+----
+END
+fault 'helper and owner both take the late half' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+return (p.run < half) != (pair.part == Part::early_runs);
+----
+return p.run < half;
+END
 fault 'results of a helper dropped' comm/seq/ring.cpp test_comm "$modes" <<'END'
 if (!w.helps(x) || w.pair.q != me_) continue;
 ----
 if (!c.back || !w.helps(x) || w.pair.q != me_) continue;
 END
 fault 'helper works without the mask' comm/seq/ring.cpp test_comm "$modes" <<'END'
-if (c.masked) each_sequence(list, peer, q.first_key);
+if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
 ----
-if (c.masked && d_.B < 0) each_sequence(list, peer, q.first_key);
+if (c.masked) each_sequence(recvs, w.pair.q, Tensor(q.lse.data, DType::i32, q.first_key.shape));
 END
 fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
     if (w.helps(me_)) {
@@ -191,6 +208,46 @@ fault 'orphans live on' comm/launch.cpp test_comm 'processes:*' <<'END'
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 ----
     prctl(PR_SET_PDEATHSIG, 0);
+END
+
+training='every mode equals one rank: loss*,data parallelism, sequence*,fewer tokens*'
+
+fault 'training: labels shifted inside the shard' engine/step.cpp test_engine "$training" <<'END'
+out = std::copy_n(source->data() + b * o_.S + run.begin, run.count, out);
+----
+out = std::copy_n(source->data() + b * o_.S + run.begin -
+                                      (source == &batch.targets && run.begin > 0),
+                                  run.count, out);
+END
+fault 'training: local positions' engine/step.cpp test_engine "$training" <<'END'
+out = std::copy_n(source->data() + b * o_.S + run.begin, run.count, out);
+----
+out = std::copy_n(source->data() + b * o_.S + (source == &batch.pos ? 0 : run.begin),
+                                  run.count, out);
+END
+fault 'training: mean of means' engine/trainer.cpp train_gpt 'Ranks.test_every_mode' <<'END'
+return world_.size() > 1 ? world_.sum(world_.mesh().sp->rank() == 0 ? valid : 0) : valid;
+----
+return valid * world_.dp();
+END
+fault 'training: gradients multiplied by the ranks' engine/trainer.cpp train_gpt 'Ranks.test_every_mode' <<'END'
+valid ? 1 / double(valid) : 0);
+----
+valid ? world_.size() / double(valid) : 0);
+END
+fault 'training: gradients divided by the ranks' engine/trainer.cpp train_gpt 'Ranks.test_every_mode' <<'END'
+valid ? 1 / double(valid) : 0);
+----
+valid ? 1 / double(valid) / world_.size() : 0);
+END
+fault 'training: a norm weight not summed' engine/optimizer.cpp test_engine "$training" <<'END'
+if (all_) all_->all_reduce(s, p.gradients);
+----
+if (all_) all_->all_reduce(s, p.gradients.slice(0, 0, p.gradients.numel() - 48));
+END
+fault 'training: the loss of one rank' engine/trainer.cpp train_gpt 'Ranks.test_every_mode' <<'END'
+    world_.data().all_reduce(s, m.step->loss_sum());
+----
 END
 
 echo "$noticed noticed, ${#survived[@]} survived"

@@ -29,6 +29,17 @@ std::vector<Runs> contiguous_placement(int64_t S, int P) {
     return ranks;
 }
 
+std::vector<Runs> halved_placement(int64_t S, int P) {
+    std::vector<Runs> ranks = contiguous_placement(S, P);
+    for (Runs& runs : ranks) {
+        if (runs.empty() || runs[0].count == 1) continue;
+        const TokenRun whole = runs[0];
+        const int64_t half = whole.count / 2;
+        runs = {{whole.begin, half}, {whole.begin + half, whole.count - half}};
+    }
+    return ranks;
+}
+
 std::vector<Runs> zigzag_placement(int64_t S, int P) {
     std::vector<Runs> ranks(static_cast<size_t>(P));
     for (int r = 0; r < P; ++r) {
@@ -36,6 +47,12 @@ std::vector<Runs> zigzag_placement(int64_t S, int P) {
         append(ranks[size_t(r)], part_of(S, 2 * P, 2 * P - 1 - r));
     }
     return ranks;
+}
+
+Runs joined(const Runs& runs) {
+    Runs all;
+    for (const TokenRun& r : runs) append(all, r);
+    return all;
 }
 
 int64_t count_tokens(const Runs& runs) {
@@ -49,7 +66,7 @@ Runs sub_runs(const Runs& runs, int64_t begin, int64_t count) {
     int64_t row = 0;
     for (const TokenRun& r : runs) {
         const int64_t a = std::max(begin, row), b = std::min(begin + count, row + r.count);
-        if (a < b) part.push_back({r.begin + a - row, b - a});
+        if (a < b) append(part, {r.begin + a - row, b - a});
         row += r.count;
     }
     return part;

@@ -11,10 +11,14 @@ TokenRun part_of(int64_t total, int64_t n, int64_t i);
 
 // Each rank's runs, in the order held; no run is empty, a rank may have none.
 std::vector<Runs> contiguous_placement(int64_t S, int P);
+// The same tokens, each rank's as two runs of half the size.
+std::vector<Runs> halved_placement(int64_t S, int P);
 // Of 2P chunks rank r holds chunks r and 2P-1-r: causal work is equal on all ranks.
 std::vector<Runs> zigzag_placement(int64_t S, int P);
 
 int64_t count_tokens(const Runs&);
+// The same rows with neighbouring runs joined.
+Runs joined(const Runs&);
 // Rows [begin, begin + count) of the runs' concatenation.
 Runs sub_runs(const Runs&, int64_t begin, int64_t count);
 

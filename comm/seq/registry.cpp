@@ -31,7 +31,7 @@ const std::vector<Entry>& entries() {
          zigzag_placement,
          ring_schedule},
         {{"dist_flash", "dist_flash_attn", false, true, "ring, causal work balanced by helpers"},
-         contiguous_placement,
+         halved_placement,
          dist_flash_schedule},
         {{"usp", "usp_attn", true, true, "ulysses groups around zigzag_ring"},
          zigzag_placement,
@@ -40,7 +40,7 @@ const std::vector<Entry>& entries() {
          contiguous_placement,
          ring_schedule},
         {{"usp_dist_flash", "usp_dist_flash_attn", true, true, "ulysses groups around dist_flash"},
-         contiguous_placement,
+         halved_placement,
          dist_flash_schedule},
     };
     return all;

@@ -14,11 +14,12 @@ namespace {
 
 using List = std::vector<Message>;
 
-// The queries of one rank as the kernels see them: mine, or fetched by a helper.
+// Rows [lo, ...) of one rank's queries as the kernels see them: mine, or fetched by a helper.
 struct Queries {
-    Tensor q, dout, first_key;  // act (B,T,H,D) twice, optional i32 (B,T)
-    Tensor o, dq;               // stat (B,T,H,D)
-    Tensor lse, delta;          // stat (B*H*T), run by run
+    Tensor q, dout, first_key;  // act (B,rows,H,D) twice, optional i32 (B,rows)
+    Tensor o, dq;               // stat (B,rows,H,D)
+    Tensor lse, delta;          // stat (B*H*rows), run by run
+    int64_t lo = 0;
 };
 // Rows [lo, ...) of one rank's keys and values, mine or fetched.
 struct Keys {
@@ -57,7 +58,7 @@ public:
         k_.device().destroy(arrived_);
     }
 
-    std::vector<TokenRun> placement() const override { return p_.runs[size_t(me_)]; }
+    std::vector<TokenRun> placement() const override { return joined(p_.runs[size_t(me_)]); }
 
     void plan(Layout& device, Layout&) const override {
         device.add(name_ + "/ring", DType::u8, {std::max(forward_.bytes(), backward_.bytes())});
@@ -85,6 +86,8 @@ public:
     }
 
     void set_documents(const int32_t* first_key) override {
+        if (!first_key && !has_documents_) return;  // the tables at hand are those
+        has_documents_ = first_key != nullptr;
         masked_ = make_table(p_, true, first_key, d_.B, d_.S);
         imbalance_ = imbalance_of(masked_, first_key, d_.B, d_.S);
     }
@@ -123,7 +126,7 @@ private:
     bool anything_travels(const Call& c, int t) const;
     void blocks_in(const Call& c, int step, List& sends, List& recvs) const;
     void results_home(const Call& c, int step, List& sends, List& recvs) const;
-    void compute(Stream& s, const Call& c, int step) const;
+    void compute(Stream& s, const Call& c, int step, bool late) const;
     void collect(Stream& s, const Call& c, int step) const;
 
     Kernels& k_;
@@ -136,8 +139,9 @@ private:
     double scale_;
     Table plain_, masked_;  // without and with first_key
     double imbalance_;
-    bool has_helper_ = false;  // someone works on my queries
-    int slots_ = 1;            // halves of the double buffers; one is enough for a single step
+    bool has_documents_ = false;  // masked_ is cut to a batch's documents
+    bool has_helper_ = false;     // someone works on queries of mine
+    int slots_ = 1;               // halves of the double buffers; one is enough for a single step
     Layout forward_, backward_;
     bool bound_ = false;
     void* base_ = nullptr;
@@ -150,12 +154,12 @@ private:
 // Sizes for the table without documents, which sends most.
 void RingAttention::lay_out() {
     const int64_t B = d_.B, H = d_.H, kv_width = 2 * d_.Hk * d_.D, q_width = H * d_.D;
-    int64_t keys = 0, queries = 0, home_keys = 0;  // most rows of any step
+    int64_t keys = 0, queries = 0, home_keys = 0, home_queries = 0;  // most rows of any step
     int remote_steps = 0;
     for (const auto& step : plain_) {
         const Work& mine = step[size_t(me_)];
         if (mine.fetches_keys(me_)) keys = std::max(keys, mine.k_rows());
-        if (mine.helps(me_)) queries = std::max(queries, tokens(mine.pair.q));
+        if (mine.helps(me_)) queries = std::max(queries, mine.q_rows());
         remote_steps += mine.fetches_keys(me_) || mine.helps(me_);
         int fetched = 0, helped = 0;
         for (int x = 0; x < ranks(); ++x) {
@@ -164,24 +168,26 @@ void RingAttention::lay_out() {
                 home_keys = std::max(home_keys, w.k_rows());
                 ++fetched;
             }
-            helped += w.helps(x) && w.pair.q == me_;
+            if (w.helps(x) && w.pair.q == me_) {
+                home_queries = std::max(home_queries, w.q_rows());
+                ++helped;
+            }
         }
         CHECK(fetched <= 1 && helped <= 1, ": one buffer receives what comes home in a step");
-        has_helper_ = has_helper_ || helped;
+        has_helper_ = has_helper_ || helped > 0;
     }
     slots_ = remote_steps > 1 ? 2 : 1;
-    const int64_t helped_rows = has_helper_ ? T_ : 0;
     const DType act = k_.precision().act, stat = k_.precision().stat;
     for (const bool back : {false, true}) {
         Layout& l = back ? backward_ : forward_;
         const int64_t in = back ? 2 : 1;  // q and dout, lse and delta travel in backward
         l.add("kv", act, {B, T_, kv_width});
-        l.add("q", act, {B, helped_rows, in * q_width});
+        l.add("q", act, {B, has_helper_ ? T_ : 0, in * q_width});
         l.add("stats", stat, {in, B, H, T_});
         l.add("q_result", stat, {B, T_, q_width});
         l.add("kv_result", stat, {B, back ? T_ : 0, kv_width});
-        l.add("home_q", stat, {B, helped_rows, q_width});
-        l.add("home_lse", stat, {B, H, back ? 0 : helped_rows});
+        l.add("home_q", stat, {B, home_queries, q_width});
+        l.add("home_lse", stat, {B, H, back ? 0 : home_queries});
         l.add("home_kv", stat, {B, back ? home_keys : 0, kv_width});
         for (int i = 0; i < slots_; ++i) {
             const auto n = std::to_string(i);
@@ -203,11 +209,13 @@ Tensor RingAttention::buffer(const Layout& l, const std::string& what, const Sha
 
 Queries RingAttention::fetched_queries(const Call& c, int step) const {
     const int64_t B = d_.B, H = d_.H, D = d_.D, in = c.back ? 2 : 1;
-    const int64_t n = tokens(c.table[size_t(step)][size_t(me_)].pair.q);
+    const Work& w = c.table[size_t(step)][size_t(me_)];
+    const int64_t n = w.q_rows();
     const Tensor block = buffer(c.buffers, "block", step, {B, n, in * H, D});
     const Tensor stats = buffer(c.buffers, "block_stats", step, {in * B * H * n});
     const Tensor result = buffer(c.buffers, "result", step, {B, n, H, D});
     Queries f;
+    f.lo = w.q_lo;
     f.q = block.slice(2, 0, H);
     f.lse = stats.slice(0, 0, B * H * n);
     if (c.masked) f.first_key = buffer(c.buffers, "block_first_key", step, {B, n});
@@ -257,17 +265,22 @@ void RingAttention::blocks_in(const Call& c, int step, List& sends, List& recvs)
             if (w.pair.k == me_) each_sequence(sends, x, c.keys.kv.slice(1, w.k_lo, w.k_rows()));
             if (x == me_) each_sequence(recvs, w.pair.k, fetched_keys(c, step).kv);
         }
-        if (w.helps(x) && (w.pair.q == me_ || x == me_)) {
-            List& list = x == me_ ? recvs : sends;
-            const int peer = x == me_ ? w.pair.q : x;
-            const Queries q = x == me_ ? fetched_queries(c, step) : c.queries;
-            const int64_t n = tokens(w.pair.q), in = c.back ? 2 : 1;
-            list.push_back({peer, x == me_
-                                      ? buffer(c.buffers, "block", step, {d_.B, n, in * d_.H, d_.D})
-                                      : buffer(c.buffers, "q", {d_.B, n, in * d_.H, d_.D})});
-            if (c.masked) each_sequence(list, peer, q.first_key);
-            if (c.back) list.push_back({peer, q.lse});
-            if (c.back) list.push_back({peer, q.delta});
+        if (!w.helps(x)) continue;
+        const int64_t n = w.q_rows(), in = c.back ? 2 : 1, BH = d_.B * d_.H;
+        if (w.pair.q == me_) {
+            const Tensor packed = buffer(c.buffers, "q", {d_.B, T_, in * d_.H, d_.D});
+            each_sequence(sends, x, packed.slice(1, w.q_lo, n));
+            if (c.masked) each_sequence(sends, x, c.queries.first_key.slice(1, w.q_lo, n));
+            if (c.back) sends.push_back({x, c.queries.lse.slice(0, w.q_lo * BH, n * BH)});
+            if (c.back) sends.push_back({x, c.queries.delta.slice(0, w.q_lo * BH, n * BH)});
+        }
+        if (x == me_) {
+            const Queries q = fetched_queries(c, step);
+            each_sequence(recvs, w.pair.q,
+                          buffer(c.buffers, "block", step, {d_.B, n, in * d_.H, d_.D}));
+            if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
+            if (c.back) recvs.push_back({w.pair.q, q.lse});
+            if (c.back) recvs.push_back({w.pair.q, q.delta});
         }
     }
 }
@@ -288,17 +301,22 @@ void RingAttention::results_home(const Call& c, int step, List& sends, List& rec
             if (!c.back) sends.push_back({w.pair.q, q.lse});
         }
         if (w.pair.q == me_) {
-            recvs.push_back({x, buffer(c.buffers, "home_q", {d_.B, T_, d_.H, d_.D})});
-            if (!c.back) recvs.push_back({x, buffer(c.buffers, "home_lse", {d_.B * d_.H * T_})});
+            const int64_t n = w.q_rows();
+            recvs.push_back({x, buffer(c.buffers, "home_q", {d_.B, n, d_.H, d_.D})});
+            if (!c.back) recvs.push_back({x, buffer(c.buffers, "home_lse", {d_.B * d_.H * n})});
         }
     }
 }
 
 // --- what is computed ---------------------------------------------------------------------------
 
-void RingAttention::compute(Stream& s, const Call& c, int step) const {
+// When results of the last step go home, the last piece of the local step is left for the end, to
+// hide their way.
+void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     if (!w) return;
+    const bool splits = step == 0 && w.pieces.size() > 1 && anything_travels(c, steps());
+    const size_t last = w.pieces.size() - (splits ? 1 : 0);
     const Queries q = w.helps(me_) ? fetched_queries(c, step) : c.queries;
     const Keys keys = w.fetches_keys(me_) ? fetched_keys(c, step) : c.keys;
     if (w.helps(me_)) {
@@ -309,16 +327,18 @@ void RingAttention::compute(Stream& s, const Call& c, int step) const {
     const auto half = [&](const Tensor& kv, const Piece& p, int which) {
         return kv.slice(2, which * d_.Hk, d_.Hk).slice(1, p.k_row - keys.lo, p.k_rows);
     };
-    for (const Piece& p : w.pieces) {
-        const auto rows = [&](const Tensor& t) { return t.slice(1, p.q_row, p.q_rows); };
+    for (size_t i = late ? last : 0; i < (late ? w.pieces.size() : last); ++i) {
+        const Piece& p = w.pieces[i];
+        const int64_t q_row = p.q_row - q.lo;
+        const auto rows = [&](const Tensor& t) { return t.slice(1, q_row, p.q_rows); };
         const Tensor first_key = c.masked ? rows(q.first_key) : Tensor();
         if (c.back) {
             k_.attention_backward(s, {.q = rows(q.q),
                                       .k = half(keys.kv, p, 0),
                                       .v = half(keys.kv, p, 1),
                                       .dout = rows(q.dout),
-                                      .lse = of_run(q.lse, p.q_row, p.q_rows),
-                                      .delta = of_run(q.delta, p.q_row, p.q_rows),
+                                      .lse = of_run(q.lse, q_row, p.q_rows),
+                                      .delta = of_run(q.delta, q_row, p.q_rows),
                                       .dq = rows(q.dq),
                                       .dk = half(keys.dkv, p, 0),
                                       .dv = half(keys.dkv, p, 1),
@@ -333,7 +353,7 @@ void RingAttention::compute(Stream& s, const Call& c, int step) const {
                                      .k = half(keys.kv, p, 0),
                                      .v = half(keys.kv, p, 1),
                                      .o = rows(q.o),
-                                     .lse = of_run(q.lse, p.q_row, p.q_rows),
+                                     .lse = of_run(q.lse, q_row, p.q_rows),
                                      .first_key = first_key,
                                      .q0 = p.q0,
                                      .k0 = p.k0,
@@ -356,15 +376,19 @@ void RingAttention::collect(Stream& s, const Call& c, int step) const {
             }
         }
         if (!w.helps(x) || w.pair.q != me_) continue;
-        const Tensor home = buffer(c.buffers, "home_q", {d_.B, T_, d_.H, d_.D});
-        if (c.back) {
-            k_.add(s, c.queries.dq, c.queries.dq, home);
-            continue;
+        const int64_t n = w.q_rows();
+        const Tensor home = buffer(c.buffers, "home_q", {d_.B, n, d_.H, d_.D});
+        for (int64_t b = 0; c.back && b < d_.B; ++b) {
+            const Tensor sum = c.queries.dq.rows(b, 1).slice(1, w.q_lo, n);
+            k_.add(s, sum, sum, home.rows(b, 1));
         }
-        const Tensor lse = buffer(c.buffers, "home_lse", {d_.B * d_.H * T_});
-        each_run([&](int64_t row, int64_t n) {
-            k_.attention_merge(s, c.queries.o.slice(1, row, n), of_run(c.queries.lse, row, n),
-                               home.slice(1, row, n), of_run(lse, row, n));
+        if (c.back) continue;
+        const Tensor lse = buffer(c.buffers, "home_lse", {d_.B * d_.H * n});
+        each_run([&](int64_t row, int64_t count) {
+            if (row < w.q_lo || row >= w.q_hi) return;
+            k_.attention_merge(
+                s, c.queries.o.slice(1, row, count), of_run(c.queries.lse, row, count),
+                home.slice(1, row - w.q_lo, count), of_run(lse, row - w.q_lo, count));
         });
     }
 }
@@ -385,7 +409,8 @@ void RingAttention::loop(Stream& s, const Call& c) {
             comm_.exchange(stream_, sends, recvs);
             device.record(arrived_, stream_);
         }
-        if (t < steps()) compute(s, c, t);
+        if (t < steps()) compute(s, c, t, false);
+        if (t == steps()) compute(s, c, 0, true);
     }
 }
 

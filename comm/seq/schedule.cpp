@@ -20,12 +20,11 @@ Schedule dist_flash_schedule(int P) {
     for (int t = 0; t <= P / 2; ++t) {
         std::vector<Pair> ranks;
         for (int r = 0; r < P; ++r) {
+            const bool shared = 2 * t == P;  // distances t and P - t are the same pairs
             if (r >= t) {
-                ranks.push_back({r, r - t});
-            } else if (2 * t != P) {  // else distance P - t is t: the pair has its worker already
-                ranks.push_back({r + P - t, r});
+                ranks.push_back({r, r - t, shared ? Part::late_runs : Part::all});
             } else {
-                ranks.push_back({});
+                ranks.push_back({r + P - t, r, shared ? Part::early_runs : Part::all});
             }
         }
         steps.push_back(ranks);
@@ -55,10 +54,12 @@ std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const in
             if (begin >= end) continue;
             const bool causal = end - 1 > q[run].begin;
             Piece* last = pieces.empty() ? nullptr : &pieces.back();
-            const bool joins = !masked && !causal && last && last->run == int(run) &&
-                               !last->causal && last->k_row + last->k_rows == row;
-            if (joins) {
+            const bool next_row =
+                last && last->run == int(run) && last->k_row + last->k_rows == row;
+            const bool next_key = next_row && last->k0 + last->k_rows == begin;
+            if (next_key || (next_row && !masked && !causal && !last->causal)) {
                 last->k_rows += end - begin;
+                last->causal = last->causal || causal;
             } else {
                 pieces.push_back({.run = int(run),
                                   .q_row = q_row,
@@ -96,10 +97,18 @@ Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, in
             if (pair)
                 w.pieces = pieces_of(plan.runs[size_t(pair.q)], plan.runs[size_t(pair.k)], masked,
                                      first_key, B, S);
+            if (pair.part != Part::all) {
+                const int half = int(plan.runs[size_t(pair.q)].size()) / 2;
+                std::erase_if(w.pieces, [&](const Piece& p) {
+                    return (p.run < half) != (pair.part == Part::early_runs);
+                });
+            }
             if (w) w.k_lo = w.pieces[0].k_row;
+            if (w) w.q_lo = w.pieces[0].q_row;
             for (const Piece& p : w.pieces) {
                 w.k_lo = std::min(w.k_lo, p.k_row);
                 w.k_hi = std::max(w.k_hi, p.k_row + p.k_rows);
+                w.q_hi = std::max(w.q_hi, p.q_row + p.q_rows);
             }
             ranks.push_back(std::move(w));
         }

@@ -6,8 +6,11 @@
 
 namespace torus {
 
+enum class Part : uint8_t { all, early_runs, late_runs };  // of the queries' runs, by halves
+
 struct Pair {
     int q = -1, k = -1;  // the ranks that own the queries and the keys; -1: no work
+    Part part = Part::all;
     explicit operator bool() const { return q >= 0; }
     bool operator==(const Pair&) const = default;
 };
@@ -18,8 +21,9 @@ using Schedule = std::vector<std::vector<Pair>>;  // [step][rank]; the rank owns
 Schedule ring_schedule(int P);
 // Causal only: floor(P/2) + 1 steps. Rank r >= t works as in a ring; a rank r < t, which would have
 // no keys left, helps rank r + P - t: it applies that rank's queries to its own keys. For odd P all
-// ranks are busy in all steps; for even P the helpers rest in the last. Li et al., "DistFlashAttn",
-// COLM 2024.
+// ranks are busy in all steps. For even P both have the same pair in the last step: the helper
+// takes the early half of its queries, so all ranks are busy here, too (in Li et al.,
+// "DistFlashAttn", COLM 2024, the helpers rest).
 Schedule dist_flash_schedule(int P);
 
 // A rectangle of a pair: whole run number `run` of the queries against consecutive rows of keys.
@@ -30,8 +34,8 @@ struct Piece {
     bool causal;  // false: every query comes after every key
 };
 // All visible (query, key) of the pair, once. With `first_key` (B,S) the keys before the first that
-// any query of the run may see are left out. `masked`: positions of keys matter even where
-// causality does not, so runs of keys are not joined.
+// any query of the run may see are left out. Keys that follow each other make one piece; when not
+// `masked` so do runs of keys that all queries see, whose positions do not matter then.
 std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const int32_t* first_key,
                              int64_t B, int64_t S);
 
@@ -43,10 +47,12 @@ struct Work {
     Pair pair;
     std::vector<Piece> pieces;   // empty: nothing to see, so nothing travels
     int64_t k_lo = 0, k_hi = 0;  // the rows of keys that the pieces touch
+    int64_t q_lo = 0, q_hi = 0;  // the same of queries: whole runs
     explicit operator bool() const { return !pieces.empty(); }
     bool fetches_keys(int worker) const { return !pieces.empty() && pair.k != worker; }
     bool helps(int worker) const { return !pieces.empty() && pair.q != worker; }
     int64_t k_rows() const { return k_hi - k_lo; }
+    int64_t q_rows() const { return q_hi - q_lo; }
 };
 using Table = std::vector<std::vector<Work>>;  // [step][rank]
 

@@ -53,7 +53,9 @@ public:
     }
 
     WorkspaceDims workspace() const override {
-        WorkspaceDims all{.head_dim = d_.D, .batch = d_.B};
+        // A rank without heads makes no call; the least that kernels can size is then as good.
+        WorkspaceDims all{
+            .rows = d_.B, .heads = 1, .kv_heads = 1, .head_dim = d_.D, .batch = d_.B, .keys = 1};
         for (const auto& inner : inner_) {
             const WorkspaceDims one = inner->workspace();
             all.rows = std::max(all.rows, one.rows);

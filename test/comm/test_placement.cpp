@@ -50,7 +50,8 @@ std::vector<int> pair_coverage(const Table& table, const RingPlan& plan, int64_t
 TEST_CASE("placement: every token once, sizes within one") {
     for (int P = 1; P <= 9; ++P)
         for (const int64_t S : lengths) {
-            for (const auto& ranks : {contiguous_placement(S, P), zigzag_placement(S, P)}) {
+            for (const auto& ranks :
+                 {contiguous_placement(S, P), halved_placement(S, P), zigzag_placement(S, P)}) {
                 for (const int n : coverage(ranks, S)) EXPECT_EQ(n, 1);
                 int64_t least = S, most = 0;
                 for (const Runs& r : ranks) {
@@ -77,6 +78,9 @@ TEST_CASE("placement: rows of a part") {
     EXPECT(sub_runs(runs, 1, 4) == Runs{{1, 2}, {10, 2}});
     EXPECT(sub_runs(runs, 3, 4) == Runs{{10, 4}});
     EXPECT(sub_runs(runs, 0, 0).empty());
+    EXPECT(halved_placement(9, 3) ==
+           std::vector<Runs>{{{0, 1}, {1, 2}}, {{3, 1}, {4, 2}}, {{6, 1}, {7, 2}}});
+    EXPECT(joined(Runs{{0, 1}, {1, 2}, {5, 1}}) == Runs{{0, 3}, {5, 1}});
     EXPECT(zigzag_placement(8, 2) == std::vector<Runs>{{{0, 2}, {6, 2}}, {{2, 4}}});
 }
 
@@ -113,7 +117,7 @@ TEST_CASE("schedule: every visible pair exactly once") {
     };
     const Mode modes[] = {{contiguous_placement, ring_schedule},
                           {zigzag_placement, ring_schedule},
-                          {contiguous_placement, dist_flash_schedule}};
+                          {halved_placement, dist_flash_schedule}};
     for (const Mode& mode : modes)
         for (int P = 1; P <= 9; ++P)
             for (const int64_t S : lengths) {
@@ -148,11 +152,11 @@ TEST_CASE("schedule: balance of causal work") {
         };
         const double ring = of(contiguous_placement(S, P), ring_schedule(P));
         const double zigzag = of(zigzag_placement(S, P), ring_schedule(P));
-        const double flash = of(contiguous_placement(S, P), dist_flash_schedule(P));
+        const double flash = of(halved_placement(S, P), dist_flash_schedule(P));
         CAPTURE(P);
         EXPECT(ring == doctest::Approx(2 - 1.0 / P).epsilon(0.001));
         EXPECT(zigzag < 1.001);
-        EXPECT(flash <= (P % 2 ? 1.001 : 1.0 + 1.0 / P + 0.001));
+        EXPECT(flash < 1.001);
         EXPECT_EQ(dist_flash_schedule(P).size(), size_t(P / 2 + 1));
     }
 }
@@ -168,7 +172,7 @@ TEST_CASE("schedule: only the keys that are seen travel") {
             EXPECT_EQ(w.k_rows(), w.pair.k < r ? 8 : 16);
             EXPECT_EQ(w.pieces.size(), w.pair.k < r ? plan.runs[size_t(r)].size() : 1);
         }
-    const RingPlan rows{contiguous_placement(S, 4), dist_flash_schedule(4)};
+    const RingPlan rows{halved_placement(S, 4), dist_flash_schedule(4)};
     std::vector<int32_t> own_shard(static_cast<size_t>(S));
     for (int64_t i = 0; i < S; ++i) own_shard[size_t(i)] = int32_t(i / 16 * 16);
     const Table alone = make_table(rows, true, own_shard.data(), 1, S);
