@@ -38,7 +38,7 @@ std::vector<Option> model_options() {
     constexpr OptionGroup g = OptionGroup::model;
     return {
         {"model", g, "NAME|DIR|FILE",
-         "gpt2:124M, gpt2:dN, llama3:1b, ...; a folder in Hugging Face layout; an llm.c .bin",
+         "gpt2:124M, gpt2:dN, llama3.2:1b, ...; a folder in Hugging Face layout; an llm.c .bin",
          &C::model},
         {"data", g, "GLOB", "training text: .txt and .jsonl files, or .bin token shards", &C::data},
         {"val-data", g, "GLOB", "held-out text for --eval-every", &C::val_data},

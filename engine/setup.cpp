@@ -47,8 +47,7 @@ std::unique_ptr<Tokenizer> choose_tokenizer(const Config& c) {
         const fs::path own = fs::path(model_folder(c.model)) / "tokenizer.json";
         if (fs::exists(own)) return open_tokenizer(own.string());
     }
-    if (is_text(c.data) || is_text(c.val_data) || (c.data.empty() && is_preset(c.model)))
-        return open_tokenizer(c.tokenizer);
+    if (is_text(c.data) || is_text(c.val_data)) return open_tokenizer(c.tokenizer);
     return nullptr;
 }
 
