@@ -63,7 +63,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& spec) {
     require(
         data::is_file(path), Exit::missing_input, path,
         ": no such tokenizer file; give bytes, a tokenizer.json, or a folder with tokenizer.json "
-        "or with vocab.json and merges.txt");
+        "or with vocab.json and merges.txt (scripts/get_tokenizer.py fetches published ones)");
     return data::make_bpe_tokenizer(data::read_file(path, data::max_tokenizer_bytes), path);
 }
 

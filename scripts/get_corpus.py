@@ -12,12 +12,11 @@
 """
 import argparse
 import glob
-import hashlib
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
+
+from fetch import fetch
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 HELD_OUT = 10  # one part in ten
@@ -39,35 +38,10 @@ DOWNLOADS = {
 }
 
 
-def sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        for block in iter(lambda: f.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def download(name, folder):
-    """The file, from `folder` when an earlier run left it there whole."""
-    url, expected = DOWNLOADS[name]
-    path = os.path.join(folder, os.path.basename(url))
-    if os.path.exists(path) and sha256(path) == expected:
-        return path
-    print(f"fetching {url}")
-    partial = path + ".partial"
-    try:
-        with urllib.request.urlopen(url, timeout=60) as reply, open(partial, "wb") as out:
-            for block in iter(lambda: reply.read(1 << 20), b""):
-                out.write(block)
-    except (urllib.error.URLError, OSError) as e:
-        sys.exit(f"error: {url}: {e}; check the connection, or use --corpus austen or docs")
-    found = sha256(partial)
-    if found != expected:
-        os.remove(partial)
-        sys.exit(f"error: {url}: sha256 is {found}, expected {expected}; "
-                 "nothing was kept, use another corpus")
-    os.rename(partial, path)
-    return path
+    url, checksum = DOWNLOADS[name]
+    return fetch(url, checksum, os.path.join(folder, os.path.basename(url)),
+                 "use --corpus austen or docs")
 
 
 def read(path):
