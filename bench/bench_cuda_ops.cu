@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/tuning.h"
 #include "kernels/float16.h"
 #include "kernels/kernels.h"
 #include "kernels/rng.h"
@@ -315,7 +314,7 @@ int run(const std::string& filter, const std::string& tune) {
     for (const MatmulShape& s : matmul_shapes) matmul(b, s);
     if (tune.empty()) return 0;
     std::printf("with algorithms chosen by timing:\n");
-    tune_matmul(*b.k, tune);
+    b.k->tune_matmul(tune);
     for (const MatmulShape& s : matmul_shapes) matmul(b, s);
     return 0;
 }

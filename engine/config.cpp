@@ -158,6 +158,8 @@ void check_device(const Config& c) {
             "--dtype: fp64 runs on the CPU only; give --device cpu, or bf16, fp16 or fp32");
     require(c.device != "cpu" || (c.dtype != "bf16" && c.dtype != "fp16"), Exit::usage,
             "--dtype: ", c.dtype, " runs on a GPU only; give --device cuda, or fp32 or fp64");
+    require(c.device != "cpu" || c.tune_matmul.empty(), Exit::usage,
+            "--tune-matmul: is for the GPU; leave it out with --device cpu");
     require(c.device != "cuda" || !c.plain_matmul, Exit::usage,
             "--plain-matmul: is for the CPU; give --device cpu or leave it out");
 }

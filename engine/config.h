@@ -42,6 +42,7 @@ struct Config {
     int sp = 0, ring = 0, ulysses = 0;   // ranks that share a sequence, and how; 0 = chosen
     std::string device = "auto";         // auto, cuda, cpu
     std::string dtype = "auto";          // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
+    std::string tune_matmul;             // GPU: file of timed matmul choices; empty = none
     int threads = 0;                     // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
     bool plan = false;  // print the memory plan and stop

@@ -106,6 +106,8 @@ std::vector<Option> machine_options() {
         {"recompute", g, "WHAT",
          "none; attention_out: all but attention again in backward; full: attention too",
          &C::recompute, {0, 0}, {"none", "attention_out", "full"}},
+        {"tune-matmul", g, "FILE",
+         "GPU: time the matmul algorithms at first use and keep the choices in FILE", &C::tune_matmul},
         {"plain-matmul", g, "", "CPU: loops instead of BLAS, the same bits on every machine",
          &C::plain_matmul, {0, 0}, off_on},
         {"plan", g, "", "print the memory plan and stop", &C::plan, {0, 0}, off_on},

@@ -12,6 +12,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "kernels/device.h"
 #include "kernels/tensor.h"
@@ -80,6 +81,13 @@ struct Kernels {
     virtual Device& device() = 0;
     virtual const Precision& precision() const = 0;
     virtual int64_t workspace_bytes(const WorkspaceDims&) const = 0;
+    // Of a backend that can choose among algorithms for its matrix products: from now on the first
+    // product of each shape times the candidates on its own operands and keeps the fastest. Choices
+    // are read from and added to `file`, so that a later run with the same library on the same
+    // device type makes the same choices (and so the same bits) without timing. Throws Error(usage)
+    // where there is nothing to choose, Error(bad_data) for a broken file, Error(io) when it cannot
+    // be written.
+    virtual void tune_matmul(const std::string& file);
 
     // --- moving and filling ---------------------------------------------------------------------
     virtual void fill(Stream&, Tensor x, double value) = 0;  // any float type or i32
@@ -121,6 +129,14 @@ struct Kernels {
     // dx act (N,C) = dout act (N,O) w; with `accumulate` +=. (pitched): dx, dout
     virtual void matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tensor w,
                                        bool accumulate) = 0;
+    // A linear with its GELU, pre = x w^T (+ bias) and out = gelu(pre), and the way back through
+    // the linear after it: dpre = (dout w) * gelu'(pre). out, pre act (N,O), dpre, pre act (N,C);
+    // here they are matmul and GELU one after the other, a backend may fuse them. (pitched): x,
+    // dout
+    virtual void matmul_gelu_forward(Stream&, Tensor out, Tensor pre, Tensor x, Tensor w,
+                                     Tensor bias);
+    virtual void matmul_gelu_backward_input(Stream&, Tensor dpre, Tensor dout, Tensor w,
+                                            Tensor pre);
     // dw grad (O,C) += dout^T x; db grad (O) += column sums of dout (optional). (pitched): dout, x
     virtual void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) = 0;
 

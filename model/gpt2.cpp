@@ -101,9 +101,8 @@ public:
         Stream& s = ctx.stream;
         k.matmul_forward(s, a["x_mid"], a["o"], w["proj_w"], w["proj_b"], x);  // (N,C), + x
         k.layernorm_forward(s, a["ln2"], a["ln2_mean"], a["ln2_rstd"], a["x_mid"], w["ln2_w"],
-                            w["ln2_b"], ctx.model.norm_eps);                     // (N,C)
-        k.matmul_forward(s, a["fc"], a["ln2"], w["fc_w"], w["fc_b"], Tensor());  // (N,F)
-        k.gelu_forward(s, a["fc_gelu"], a["fc"]);                                // (N,F)
+                            w["ln2_b"], ctx.model.norm_eps);                              // (N,C)
+        k.matmul_gelu_forward(s, a["fc_gelu"], a["fc"], a["ln2"], w["fc_w"], w["fc_b"]);  // (N,F)
         if (ctx.recompute) return;
         k.matmul_forward(s, y, a["fc_gelu"], w["fcproj_w"], w["fcproj_b"], a["x_mid"]);  // (N,C)
     }
@@ -115,8 +114,7 @@ public:
         // MLP; dx is dy (N,C)
         k.matmul_backward_weight(s, dw["fcproj_w"], dw["fcproj_b"], dx, a["fc_gelu"]);
         const Tensor dfc = a["fc_gelu"];  // (N,F)
-        k.matmul_backward_input(s, dfc, dx, w["fcproj_w"], false);
-        k.gelu_backward(s, dfc, dfc, a["fc"]);
+        k.matmul_gelu_backward_input(s, dfc, dx, w["fcproj_w"], a["fc"]);
         k.matmul_backward_weight(s, dw["fc_w"], dw["fc_b"], dfc, a["ln2"]);
         const Tensor dln2 = a["ln2"];  // (N,C)
         k.matmul_backward_input(s, dln2, dfc, w["fc_w"], false);

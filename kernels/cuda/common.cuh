@@ -210,6 +210,9 @@ __device__ __forceinline__ T warp_max(T x) {
 void reduce_partials(const char* op, Stream& stream, float* out, float* second,
                      const float* partial, int64_t count, int64_t cols);
 
+// db[c] += sum over rows of dout[row][c]. See bias_gradient.cu.
+void bias_gradient(Stream& stream, float* db, const Matrix& dout);
+
 // --- maps ----------------------------------------------------------------------------------------
 // Op has `static constexpr int width` and `template <int W> __device__ void run(int64_t i) const`,
 // which handles elements [i, i + W).

@@ -44,8 +44,7 @@ public:
     Device& device() override { return device_; }
     const Precision& precision() const override { return precision_; }
     int64_t workspace_bytes(const WorkspaceDims&) const override;
-    // See tuning.h.
-    void tune_matmul(const std::string& file);
+    void tune_matmul(const std::string& file) override;
     // False: mma.sync attention on Hopper too, so that tests can check it there.
     void use_hopper_attention(bool on) { hopper_attention_ = on; }
 
@@ -72,6 +71,10 @@ public:
     void matmul_forward(Stream&, Tensor out, Tensor x, Tensor w, Tensor bias,
                         Tensor residual) override;
     void matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tensor w, bool accumulate) override;
+    void matmul_gelu_forward(Stream&, Tensor out, Tensor pre, Tensor x, Tensor w,
+                             Tensor bias) override;
+    void matmul_gelu_backward_input(Stream&, Tensor dpre, Tensor dout, Tensor w,
+                                    Tensor pre) override;
     void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) override;
 
     void gelu_forward(Stream&, Tensor out, Tensor x) override;
@@ -106,7 +109,8 @@ private:
 // Bytes of Stream::workspace that each family needs; workspace_bytes takes the largest.
 int64_t embedding_workspace(const WorkspaceDims&);
 int64_t norm_workspace(const WorkspaceDims&);
-int64_t matmul_workspace(const WorkspaceDims&);
+int64_t matmul_workspace();
+int64_t bias_gradient_workspace(const WorkspaceDims&);
 int64_t attention_workspace(const WorkspaceDims&);
 int64_t reduce_workspace();
 

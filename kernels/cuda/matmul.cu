@@ -12,7 +12,6 @@
 
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/tuning.h"
 
 namespace torus::cuda {
 
@@ -27,6 +26,8 @@ static void check(cublasStatus_t status, const char* what) {
 }
 
 // --- the product ---------------------------------------------------------------------------------
+enum class Epilogue : uint8_t { none, gelu, gelu_backward };
+
 struct Product {  // column-major; C has D's type and is D or another matrix
     DType in, out;
     bool trans_a = false, trans_b = false;
@@ -36,10 +37,12 @@ struct Product {  // column-major; C has D's type and is D or another matrix
     int64_t lda, ldb, ldc, ldd;
     const void* bias = nullptr;  // (m), of D's type
     float beta = 0;
+    Epilogue epilogue = Epilogue::none;
+    void* aux = nullptr;  // (m,n), contiguous: gelu writes its input there, gelu_backward reads it
 };
 
 // All that the choice of an algorithm depends on.
-using Key = std::array<int64_t, 13>;
+using Key = std::array<int64_t, 14>;
 
 static int64_t alignment(const void* p) {
     const uintptr_t a = reinterpret_cast<uintptr_t>(p);
@@ -49,7 +52,7 @@ static int64_t alignment(const void* p) {
 static Key key_of(const Product& p) {
     const int64_t flags = int64_t(p.in) | int64_t(p.out) << 4 | int64_t(p.trans_a) << 8 |
                           int64_t(p.trans_b) << 9 | int64_t(p.bias != nullptr) << 10 |
-                          int64_t(p.beta != 0) << 11;
+                          int64_t(p.beta != 0) << 11 | int64_t(p.epilogue) << 12;
     return {flags,
             p.m,
             p.n,
@@ -62,7 +65,18 @@ static Key key_of(const Product& p) {
             alignment(p.b),
             alignment(p.c),
             alignment(p.d),
-            p.bias ? alignment(p.bias) : 0};
+            p.bias ? alignment(p.bias) : 0,
+            p.aux ? alignment(p.aux) : 0};
+}
+
+static cublasLtEpilogue_t epilogue_of(const Product& p) {
+    switch (p.epilogue) {
+        case Epilogue::gelu:
+            return p.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+        case Epilogue::gelu_backward: return CUBLASLT_EPILOGUE_DGELU;
+        case Epilogue::none: break;
+    }
+    return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
 static cudaDataType_t cuda_type(DType t) {
@@ -92,10 +106,9 @@ struct Plan {
               "cublasLtMatmulDescCreate");
         set(CUBLASLT_MATMUL_DESC_TRANSA, p.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, p.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-        if (p.bias) {
-            set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-            set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-        }
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
+        if (p.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.m);
+        point(p);
         a = layout(p.in, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda);
         b = layout(p.in, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
         c = layout(p.out, p.m, p.n, p.ldc);
@@ -108,6 +121,11 @@ struct Plan {
     }
     Plan(const Plan&) = delete;
 
+    // The addresses that a plan does not depend on.
+    void point(const Product& p) {
+        if (p.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+        if (p.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
+    }
     template <class V>
     void set(cublasLtMatmulDescAttributes_t attribute, const V& value) {
         check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)),
@@ -122,6 +140,8 @@ public:
     Matmul(const Matmul&) = delete;
 
     void run(const char* op, Stream& stream, const Product& p);
+    // False, and nothing is queued, when the library has no algorithm for this product.
+    bool try_run(const char* op, Stream& stream, const Product& p);
     void tune(const std::string& file, const std::string& device);
 
 private:
@@ -137,15 +157,24 @@ private:
     std::map<Key, cublasLtMatmulAlgo_t> tuned_;
 };
 
-void Matmul::run(const char* op, Stream& stream, const Product& p) {
-    if (p.m == 0 || p.n == 0) return;
+bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
+    if (p.m == 0 || p.n == 0) return true;
     CHECK(stream.handle, ": ", op, " was queued without a stream");
     const Range range(op);
     const Key key = key_of(p);
     auto found = plans_.find(key);
     if (found == plans_.end()) found = plans_.emplace(key, make_plan(op, stream, p)).first;
-    if (p.bias) found->second->set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-    launch(op, stream, p, *found->second, found->second->algo);
+    Plan* const plan = found->second.get();
+    if (!plan) return false;
+    plan->point(p);
+    launch(op, stream, p, *plan, plan->algo);
+    return true;
+}
+
+void Matmul::run(const char* op, Stream& stream, const Product& p) {
+    if (!try_run(op, stream, p))
+        fail(Exit::internal, "cuBLASLt has no algorithm for ", op, " (m ", p.m, ", n ", p.n, ", k ",
+             p.k, ", pitches ", p.lda, ", ", p.ldb, ", ", p.ldd, ") in ", name_of(p.in));
 }
 
 void Matmul::launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
@@ -157,6 +186,7 @@ void Matmul::launch(const char* op, Stream& stream, const Product& p, const Plan
           op);
 }
 
+// Null when the library has no algorithm.
 std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Product& p) {
     auto plan = std::make_unique<Plan>(p);
     if (const auto tuned = tuned_.find(key_of(p)); tuned != tuned_.end()) {
@@ -187,10 +217,7 @@ std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Pr
         cublasLtMatmulAlgoGetHeuristic(handle_, plan->desc, plan->a, plan->b, plan->c, plan->d,
                                        preference, kCandidates, candidates.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);
-    if (status != CUBLAS_STATUS_SUCCESS || found == 0)
-        fail(Exit::internal, "cuBLASLt has no algorithm for ", op, " (m ", p.m, ", n ", p.n, ", k ",
-             p.k, ", pitches ", p.lda, ", ", p.ldb, ", ", p.ldd, ") in ", name_of(p.in), ": ",
-             cublasLtGetStatusString(status));
+    if (status != CUBLAS_STATUS_SUCCESS || found == 0) return nullptr;
     plan->algo =
         candidates[tuning_file_.empty() ? 0 : fastest(op, stream, p, *plan, candidates, found)]
             .algo;
@@ -272,68 +299,16 @@ void Matmul::tune(const std::string& file, const std::string& device) {
 
 void CudaKernels::tune_matmul(const std::string& file) { matmul_->tune(file, device_.name()); }
 
-// --- bias gradient -------------------------------------------------------------------------------
-constexpr int kColumnWarps = 8;
-
-// One block: 32 * W columns and a share of the rows; its warps take rows in turn and add up in
-// order.
-template <class T, int W>
-__global__ void __launch_bounds__(32 * kColumnWarps)
-    column_sums_kernel(float* partial, const T* x, int64_t rows, int64_t cols, int64_t pitch,
-                       int64_t tiles) {
-    __shared__ float parts[kColumnWarps][32 * W];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t share = blockIdx.x / tiles, shares = gridDim.x / tiles;
-    const int64_t col = (blockIdx.x % tiles * 32 + lane) * W;
-    float sum[W] = {};
-    if (col < cols) {
-#pragma unroll 4
-        for (int64_t r = share * kColumnWarps + warp; r < rows; r += shares * kColumnWarps) {
-            const Vec<T, W> v = load<W>(x + r * pitch + col);
-            for (int k = 0; k < W; ++k) sum[k] += v.get(k);
-        }
-    }
-    for (int k = 0; k < W; ++k) parts[warp][k * 32 + lane] = sum[k];
-    __syncthreads();
-    if (warp > 0 || col >= cols) return;
-    for (int w = 1; w < kColumnWarps; ++w)
-        for (int k = 0; k < W; ++k) sum[k] += parts[w][k * 32 + lane];
-    for (int k = 0; k < W; ++k) partial[share * cols + col + k] = sum[k];
-}
-
-// Shares of the rows, so that about four blocks run on each multiprocessor.
-static int64_t row_shares(int64_t rows, int64_t tiles) {
-    return std::clamp<int64_t>(divide_up(4 * int64_t(multiprocessors()), tiles), 1,
-                               std::max<int64_t>(divide_up(rows, 4 * kColumnWarps), 1));
-}
-
-static void column_sums(Stream& stream, float* out, const Matrix& x) {
-    const char* name = "bias_gradient";
-    dispatch_width(x.dtype, vectorizable(x), [&](auto type, auto width) {
-        using T = typename decltype(type)::type;
-        constexpr int W = decltype(width)::value;
-        const int64_t tiles = divide_up(x.cols, 32 * W), shares = row_shares(x.rows, tiles);
-        float* partial = static_cast<float*>(workspace(stream, shares * x.cols * 4, name));
-        launch(name, stream, {.blocks = shares * tiles, .threads = 32 * kColumnWarps},
-               column_sums_kernel<T, W>, partial, x.as<T>(), x.rows, x.cols, x.pitch, tiles);
-        reduce_partials(name, stream, out, nullptr, partial, shares, x.cols);
-    });
-}
-
 // --- launchers -----------------------------------------------------------------------------------
-int64_t matmul_workspace(const WorkspaceDims& d) {
-    // Column sums: shares * columns, and shares * tiles is about four blocks a multiprocessor.
-    const int64_t sums = (4 * int64_t(multiprocessors()) * 32 * 8 + d.features) * 4;
-    return std::max(kMatmulWorkspace, sums);
-}
+int64_t matmul_workspace() { return kMatmulWorkspace; }
 
 CudaKernels::CudaKernels(DType dtype, int index)
     : device_(index), precision_(precision_of(dtype)), matmul_(std::make_unique<Matmul>()) {}
 CudaKernels::~CudaKernels() = default;
 
 int64_t CudaKernels::workspace_bytes(const WorkspaceDims& d) const {
-    return std::max({embedding_workspace(d), norm_workspace(d), matmul_workspace(d),
-                     attention_workspace(d), reduce_workspace()});
+    return std::max({embedding_workspace(d), norm_workspace(d), matmul_workspace(),
+                     bias_gradient_workspace(d), attention_workspace(d), reduce_workspace()});
 }
 
 static Matrix matrix(const Tensor& t, const char* name, DType dtype, int64_t rows, int64_t cols) {
@@ -342,6 +317,12 @@ static Matrix matrix(const Tensor& t, const char* name, DType dtype, int64_t row
           name_of(m.dtype), " ", t.shape.str(), ", expected ", rows, " rows of ", cols, " in ",
           name_of(dtype));
     return m;
+}
+
+// What cuBLASLt's GELU epilogues ask of their second matrix; and in fp32 they are left alone, so
+// that the exact mode has one GELU.
+static bool fusable(const Tensor& pre, int64_t cols) {
+    return pre.dtype != DType::f32 && cols % 8 == 0 && aligned16(pre.data);
 }
 
 void CudaKernels::matmul_forward(Stream& stream, Tensor out, Tensor x, Tensor w, Tensor bias,
@@ -398,6 +379,65 @@ void CudaKernels::matmul_backward_input(Stream& stream, Tensor dx, Tensor dout, 
                   .beta = accumulate ? 1.0f : 0.0f});
 }
 
+void CudaKernels::matmul_gelu_forward(Stream& stream, Tensor out, Tensor pre, Tensor x, Tensor w,
+                                      Tensor bias) {
+    const char* name = "matmul_gelu_forward";
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, name).rows;
+    const Matrix mx = matrix(x, "matmul_gelu_forward: x", act, N, C);
+    expect(out, "matmul_gelu_forward: out", act, N * O);
+    expect(pre, "matmul_gelu_forward: pre", act, N * O);
+    expect(w, "matmul_gelu_forward: w", act, O * C);
+    if (bias) expect(bias, "matmul_gelu_forward: bias", act, O);
+    const bool fused = fusable(pre, O) && matmul_->try_run(name, stream,
+                                                           {.in = act,
+                                                            .out = act,
+                                                            .trans_a = true,
+                                                            .m = O,
+                                                            .n = N,
+                                                            .k = C,
+                                                            .a = w.data,
+                                                            .b = mx.data,
+                                                            .c = out.data,
+                                                            .d = out.data,
+                                                            .lda = C,
+                                                            .ldb = mx.pitch,
+                                                            .ldc = O,
+                                                            .ldd = O,
+                                                            .bias = bias.data,
+                                                            .epilogue = Epilogue::gelu,
+                                                            .aux = pre.data});
+    if (!fused) Kernels::matmul_gelu_forward(stream, out, pre, x, w, bias);
+}
+
+void CudaKernels::matmul_gelu_backward_input(Stream& stream, Tensor dpre, Tensor dout, Tensor w,
+                                             Tensor pre) {
+    const char* name = "matmul_gelu_backward_input";
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(dout, name).rows;
+    const Matrix md = matrix(dout, "matmul_gelu_backward_input: dout", act, N, O);
+    expect(dpre, "matmul_gelu_backward_input: dpre", act, N * C);
+    expect(pre, "matmul_gelu_backward_input: pre", act, N * C);
+    expect(w, "matmul_gelu_backward_input: w", act, O * C);
+    const bool fused = fusable(pre, C) && matmul_->try_run(name, stream,
+                                                           {.in = act,
+                                                            .out = act,
+                                                            .m = C,
+                                                            .n = N,
+                                                            .k = O,
+                                                            .a = w.data,
+                                                            .b = md.data,
+                                                            .c = dpre.data,
+                                                            .d = dpre.data,
+                                                            .lda = C,
+                                                            .ldb = md.pitch,
+                                                            .ldc = C,
+                                                            .ldd = C,
+                                                            .epilogue = Epilogue::gelu_backward,
+                                                            .aux = pre.data});
+    if (!fused) Kernels::matmul_gelu_backward_input(stream, dpre, dout, w, pre);
+}
+
 void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, Tensor dout,
                                          Tensor x) {
     const char* name = "matmul_backward_weight";
@@ -425,17 +465,7 @@ void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, T
                   .beta = 1.0f});
     if (!db) return;
     expect(db, "matmul_backward_weight: db", DType::f32, O);
-    column_sums(stream, db.as<float>(), md);
+    bias_gradient(stream, db.as<float>(), md);
 }
 
 }  // namespace torus::cuda
-
-namespace torus {
-
-void tune_matmul(Kernels& kernels, const std::string& file) {
-    auto* cuda = dynamic_cast<cuda::CudaKernels*>(&kernels);
-    require(cuda, Exit::usage, "--tune-matmul is for the GPU; leave it out with --device cpu");
-    cuda->tune_matmul(file);
-}
-
-}  // namespace torus

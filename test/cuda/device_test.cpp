@@ -2,7 +2,6 @@
 // cannot be made says so.
 #include <vector>
 
-#include "kernels/cuda/tuning.h"
 #include "test/cuda/gpu.h"
 #include "test/kernels/harness.h"
 #include "test/test.h"
@@ -88,7 +87,7 @@ TEST_CASE("impossible requests are usage errors") {
     EXPECT(code_of([] { make_cuda_kernels(DType::f64, 0); }) == Exit::usage);
     EXPECT(code_of([] { make_cuda_kernels(DType::bf16, 1000); }) == Exit::usage);
     const auto cpu = make_cpu_kernels(DType::f32);
-    EXPECT(code_of([&] { tune_matmul(*cpu, "never_written"); }) == Exit::usage);
+    EXPECT(code_of([&] { cpu->tune_matmul("never_written"); }) == Exit::usage);
 }
 
 TEST_CASE("an op without a stream or with too little workspace is refused") {

@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <fstream>
 
-#include "kernels/cuda/tuning.h"
 #include "test/cuda/gpu.h"
 #include "test/kernels/harness.h"
 #include "test/test.h"
@@ -48,13 +47,13 @@ TEST_CASE("tuned products are right, and kept in a file") {
     const TemporaryFile file;
     Gpu plain(DType::bf16), tuned(DType::bf16), later(DType::bf16);
     const std::vector<double> want = products(plain);
-    tune_matmul(*tuned.k, file.path);
+    tuned.k->tune_matmul(file.path);
     EXPECT(relative_error(products(tuned), want) < 1e-2);
     const std::string kept = file.text();
     EXPECT(std::count(kept.begin(), kept.end(), '\n') == 3);  // what made it, and two products
     const std::vector<double> again = products(tuned);
     EXPECT(file.text() == kept);
-    tune_matmul(*later.k, file.path);
+    later.k->tune_matmul(file.path);
     EXPECT(same_bits(products(later), again));
     EXPECT(file.text() == kept);
 }
@@ -63,9 +62,9 @@ TEST_CASE("a tuning file of another GPU is replaced, a broken one refused") {
     const TemporaryFile file;
     Gpu gpu(DType::bf16);
     std::ofstream(file.path) << "cublasLt 1 another GPU\n1 2 3\n";
-    tune_matmul(*gpu.k, file.path);
+    gpu.k->tune_matmul(file.path);
     const std::string head = file.text();
     EXPECT(head.find("another") == std::string::npos);
     std::ofstream(file.path, std::ios::app) << "1 2 x\n";
-    EXPECT_THROWS_AS(tune_matmul(*gpu.k, file.path), Error);
+    EXPECT_THROWS_AS(gpu.k->tune_matmul(file.path), Error);
 }

@@ -296,6 +296,7 @@ TEST_CASE("config: relations between values") {
     usage({"--device", "cuda", "--dtype", "fp64"}, "--dtype: fp64");
     usage({"--device", "cpu", "--dtype", "bf16"}, "--dtype: bf16");
     usage({"--device", "cuda", "--plain-matmul"}, "--plain-matmul");
+    usage({"--device", "cpu", "--tune-matmul", "file"}, "--tune-matmul");
     usage({"--plan", "--verify", "x"}, "give one of them");
     usage(
         {"--lr-schedule", "wsd", "--steps", "10", "--warmup-steps", "6", "--decay-fraction", "0.5"},

@@ -146,6 +146,40 @@ OpCase gelu(bool big) {
     return c;
 }
 
+// Both in 8s, which a backend can fuse, and odd.
+OpCase matmul_gelu(int64_t N, int64_t C, int64_t O, bool bias) {
+    OpCase c{.name = concat("matmul with GELU ", N, " x ", C, " x ", O) + (bias ? " + bias" : ""),
+             .ops = {"matmul_gelu_forward"},
+             .tensors = {input("x", {N, C}, Grad::none, true), input("w", {O, C}, Grad::none),
+                         output("pre", {N, O}), output("out", {N, O})},
+             .forward = [](Run& r) {
+                 r.k.matmul_gelu_forward(r.stream, r["out"], r["pre"], r["x"], r["w"], r["bias"]);
+             }};
+    if (bias) c.tensors.push_back(input("bias", {O}, Grad::none));
+    if (bias) c.tensors.back().optional = true;
+    return c;
+}
+
+// The backward pass of out = gelu(pre) w^T with respect to pre.
+OpCase matmul_gelu_backward(int64_t N, int64_t C, int64_t O) {
+    return {.name = concat("matmul after GELU ", N, " x ", C, " x ", O),
+            .ops = {"matmul_gelu_backward_input"},
+            .tensors = {input("pre", {N, C}, Grad::writes),
+                        input("w", {O, C}, Grad::none),
+                        {.name = "gelu", .shape = {N, C}, .kind = Kind::constant},
+                        output("out", {N, O}, true)},
+            .forward =
+                [](Run& r) {
+                    r.k.gelu_forward(r.stream, r["gelu"], r["pre"]);
+                    r.k.matmul_forward(r.stream, r["out"], r["gelu"], r["w"], {}, {});
+                },
+            .backward =
+                [](Run& r) {
+                    r.k.matmul_gelu_backward_input(r.stream, r["dpre"], r["dout"], r["w"],
+                                                   r["pre"]);
+                }};
+}
+
 OpCase swiglu(bool big) {
     const int64_t N = big ? 203 : 4, F = big ? 177 : 7;
     OpCase c{
@@ -345,6 +379,12 @@ std::vector<OpCase> all_cases(bool big) {
                              attention_merge(big),
                              classifier(big)};
     for (const MatmulCase& m : matmul_cases(big)) v.push_back(matmul(m));
+    for (const bool even : {true, false}) {
+        const MatmulCase m = big ? MatmulCase{260, 144, 136} : MatmulCase{5, 8, 8};
+        const int64_t C = m.C - !even, O = m.O - !even;
+        v.push_back(matmul_gelu(m.N, C, O, even));
+        v.push_back(matmul_gelu_backward(m.N, C, O));
+    }
     for (const AttentionCase& a : attention_cases(big)) v.push_back(attention(a));
     return v;
 }

@@ -232,13 +232,16 @@ TEST_CASE("head: the chunk size changes nothing but rounding") {
     }
 }
 
-TEST_CASE("head: a chunk's logits stay near 256 MiB") {
+TEST_CASE("head: a chunk is whole tiles of rows, its logits stay near 512 MiB") {
     ModelConfig c = model_preset("llama3:8b");
     const Precision p = precision_of(DType::bf16);
-    const int64_t n = Head::chunk_rows(c, p, int64_t(1) << 20);
-    EXPECT(n * c.Vp() * 2 <= int64_t(256) << 20);
-    EXPECT((n + 1) * c.Vp() * 2 > int64_t(256) << 20);
+    const int64_t N = int64_t(1) << 20, n = Head::chunk_rows(c, p, N), most = int64_t(512) << 20;
+    EXPECT_EQ(n % 256, 0);
+    EXPECT((n - 256) * c.Vp() * 2 <= most);
+    EXPECT((n + 256) * c.Vp() * 2 > most);
     EXPECT_EQ(Head::chunk_rows(c, p, 5), 5);
-    c.V = int64_t(1) << 28;  // one row alone is larger
+    c.V = int64_t(1) << 21;  // fewer rows than a tile
+    EXPECT_EQ(Head::chunk_rows(c, p, N), 128);
+    c.V = int64_t(1) << 29;  // one row alone is larger
     EXPECT_EQ(Head::chunk_rows(c, p, 5), 1);
 }
