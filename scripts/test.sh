@@ -30,7 +30,7 @@ scripts/install_dependencies.sh
 for preset in "${presets[@]}"; do
     echo "== $preset: configure and build"
     cmake --preset "$preset" | grep -vE '^-- (The|Detecting|Check|Found|Looking|Performing|Configuring|Generating)'
-    cmake --build --preset "$preset"
+    cmake --build --preset "$preset" -- --quiet
     echo "== $preset: test"
     ctest --preset "$preset" "${long[@]}"
     long=()  # once, in the fastest build
