@@ -12,6 +12,7 @@
 #include "data/files.h"
 #include "data/pretokenize.h"
 #include "kernels/check.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {

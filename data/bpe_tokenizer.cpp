@@ -16,8 +16,8 @@
 #include "data/normalize.h"
 #include "data/pretokenize.h"
 #include "data/tokenizer_json.h"
-#include "data/utf8.h"
 #include "kernels/check.h"
+#include "kernels/utf8.h"
 
 namespace torus::data {
 namespace {

@@ -10,8 +10,8 @@
 #include "data/data.h"
 #include "data/pretokenize.h"
 #include "data/tokenizer_json.h"
-#include "data/utf8.h"
 #include "kernels/check.h"
+#include "kernels/utf8.h"
 
 namespace torus {
 namespace {
@@ -123,7 +123,7 @@ std::vector<Word> count_words(const std::vector<std::string>& texts, const std::
         const char* p = text.data();
         const char* const end = p + text.size();
         while (p < end) {
-            const char* stop = data::valid_until(p, end);
+            const char* stop = valid_until(p, end);
             for (const char* at = p; at < stop;) {
                 const data::Splitter::Cut cut = splitter->next(p, at, stop);
                 if (cut.gap > 0) ++counts[std::string(at, size_t(cut.gap))];

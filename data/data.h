@@ -36,10 +36,6 @@ struct BpeTrainerOptions {
 std::unique_ptr<Tokenizer> train_bpe(const std::vector<std::string>& texts,
                                      const BpeTrainerOptions&);
 
-// Control characters and invalid UTF-8 as \xNN, so that printing model output cannot drive a
-// terminal.
-std::string printable(std::string_view text);
-
 // --- shards --------------------------------------------------------------------------------------
 // llm.c's token files: 256 int32 header {20240520, 1, count} + uint16 ids, or {20240801, 7, count}
 // + uint32 ids.

@@ -8,6 +8,7 @@
 #include "data/json.h"
 #include "data/tokenizer_json.h"
 #include "kernels/check.h"
+#include "kernels/text.h"
 
 namespace torus::data {
 namespace {

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <filesystem>
 
-#include "data/data.h"
 #include "kernels/check.h"
 
 namespace torus::data {
@@ -192,12 +191,6 @@ std::string hex(uint64_t value) {
     std::string digits(16, '0');
     for (int i = 15; i >= 0; --i, value >>= 4) digits[size_t(i)] = "0123456789abcdef"[value & 15];
     return digits;
-}
-
-std::string excerpt(std::string_view text) {
-    std::string shown = printable(text.substr(0, 80));
-    std::replace(shown.begin(), shown.end(), '\n', ' ');
-    return "\"" + shown + (text.size() > 80 ? "...\"" : "\"");
 }
 
 }  // namespace torus::data

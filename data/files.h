@@ -57,7 +57,4 @@ constexpr uint64_t hash_start = 0xcbf29ce484222325u;
 uint64_t hash_bytes(std::string_view bytes, uint64_t hash = hash_start);
 std::string hex(uint64_t value);  // 16 digits
 
-// Untrusted text inside an error message: printable and cut to 80 bytes.
-std::string excerpt(std::string_view text);
-
 }  // namespace torus::data

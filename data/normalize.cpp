@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "data/normalize_tables.h"
-#include "data/utf8.h"
+#include "kernels/utf8.h"
 
 namespace torus::data {
 namespace {

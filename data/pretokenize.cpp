@@ -4,7 +4,7 @@
 #include "data/pretokenize.h"
 
 #include "data/unicode.h"
-#include "data/utf8.h"
+#include "kernels/utf8.h"
 
 namespace torus::data {
 namespace {

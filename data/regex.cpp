@@ -6,10 +6,10 @@
 
 #include <algorithm>
 
-#include "data/files.h"
 #include "data/pretokenize.h"
 #include "data/unicode.h"
 #include "kernels/check.h"
+#include "kernels/text.h"
 
 namespace torus::data {
 namespace {

@@ -10,8 +10,9 @@
 #include "data/data.h"
 #include "data/json.h"
 #include "data/pretokenize.h"
-#include "data/utf8.h"
 #include "kernels/check.h"
+#include "kernels/text.h"
+#include "kernels/utf8.h"
 
 namespace torus::data {
 namespace {

@@ -17,10 +17,10 @@
 #include <cstring>
 #include <filesystem>
 
-#include "data/data.h"
 #include "data/files.h"
 #include "engine/checkpoint_format.h"
 #include "engine/log.h"
+#include "kernels/text.h"
 #include "model/checked_file.h"
 
 namespace torus {

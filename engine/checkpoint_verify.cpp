@@ -14,6 +14,7 @@
 
 #include "data/files.h"
 #include "engine/checkpoint_format.h"
+#include "kernels/text.h"
 #include "model/strict_json.h"
 
 namespace torus {
@@ -106,7 +107,7 @@ ManifestFile parse_file(const nlohmann::json& j, const std::string& path) {
     ManifestFile f;
     f.name = field<std::string>(j, "name", path);
     f.bytes = field<int64_t>(j, "bytes", path);
-    require(plain_name(f.name), Exit::bad_data, path, ":files: the name ", data::excerpt(f.name),
+    require(plain_name(f.name), Exit::bad_data, path, ":files: the name ", excerpt(f.name),
             " is not a plain file name", damaged);
     for (const nlohmann::json& sum : field<nlohmann::json>(j, "checksums", path)) {
         require(sum.is_string(), Exit::bad_data, path, ":checksums: must be strings", damaged);
@@ -135,7 +136,7 @@ void check_files(const std::vector<ManifestFile>& files, const std::string& path
 Manifest parse_manifest(const std::string& text, const std::string& path) {
     const nlohmann::json j = parse_strict(text, path);
     require(field<std::string>(j, "format", path) == "torus-checkpoint", Exit::bad_data, path,
-            ":format: is ", data::excerpt(field<std::string>(j, "format", path)),
+            ":format: is ", excerpt(field<std::string>(j, "format", path)),
             ", expected \"torus-checkpoint\"; give a folder that this program saved");
     const int64_t version = field<int64_t>(j, "version", path);
     require(version == format_version, Exit::bad_data, path, ":version: is ", version,
@@ -168,7 +169,7 @@ void verify_file(const std::string& dir, const ManifestFile& expected) {
         fail(Exit::bad_data, file.path(), ":bytes ", begin, "-",
              std::min(begin + checksum_chunk, expected.bytes) - 1, ": checksum ",
              i < found.checksums.size() ? found.checksums[i] : "none", ", the manifest says ",
-             data::excerpt(expected.checksums[i]), damaged);
+             excerpt(expected.checksums[i]), damaged);
     }
 }
 

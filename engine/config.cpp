@@ -7,9 +7,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "data/files.h"
-#include "data/utf8.h"
 #include "engine/options.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {
@@ -96,7 +95,7 @@ CommandLine read_command_line(int argc, const char* const* argv) {
         const Option* o = last.rfind("--", 0) == 0 ? find_option(last.substr(2)) : nullptr;
         if (o) fail(Exit::usage, last, ": the value is missing; give ", o->value);
         if (last == "--config") fail(Exit::usage, last, ": the value is missing; give FILE");
-        fail(Exit::usage, "command line: ", data::excerpt(e.what()), "; see train_gpt --help");
+        fail(Exit::usage, "command line: ", excerpt(e.what()), "; see train_gpt --help");
     }
     out.help = help->count() > 0;
     out.version = version->count() > 0;
@@ -124,8 +123,8 @@ CommandLine read_command_line(int argc, const char* const* argv) {
         const bool dashed = name.rfind("-", 0) == 0;
         const std::string hint =
             did_you_mean(name.substr(std::min(name.size(), name.find_first_not_of('-'))), "--");
-        fail(Exit::usage, dashed ? "unknown flag " : "unexpected argument ", data::excerpt(name),
-             "; ", dashed && !hint.empty() ? hint : "see train_gpt --help");
+        fail(Exit::usage, dashed ? "unknown flag " : "unexpected argument ", excerpt(name), "; ",
+             dashed && !hint.empty() ? hint : "see train_gpt --help");
     }
     return out;
 }

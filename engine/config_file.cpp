@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <charconv>
 
-#include "data/data.h"
 #include "data/files.h"
 #include "engine/options.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {
@@ -72,7 +72,7 @@ struct Reader {
         const Option* o = find_option(name);
         if (!o) {
             const std::string hint = did_you_mean(name, "");
-            fail(Exit::usage, at(key.source()), "unknown key ", data::excerpt(key.str()), "; ",
+            fail(Exit::usage, at(key.source()), "unknown key ", excerpt(key.str()), "; ",
                  hint.empty() ? "the keys are the flags of train_gpt --help" : hint);
         }
         const std::string where = at(key.source()) + name;

@@ -15,8 +15,8 @@
 #include <filesystem>
 #include <vector>
 
-#include "data/data.h"
 #include "kernels/check.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {

@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "comm/seq.h"
-#include "data/files.h"
-#include "data/utf8.h"
+#include "kernels/text.h"
+#include "kernels/utf8.h"
 
 namespace torus {
 namespace {
@@ -183,19 +183,18 @@ T read_number(const Option& o, const std::string& text, const std::string& where
             whole && text.size() > 1 && text[0] == '-' && stop == text.data() &&
             std::all_of(text.begin() + 1, text.end(), [](char c) { return c >= '0' && c <= '9'; });
         if (!negative)
-            fail(Exit::usage, where, ": ", data::excerpt(text), " is not ",
+            fail(Exit::usage, where, ": ", excerpt(text), " is not ",
                  kind.substr(0, kind.size() - 1), "; give ", kind, describe(o.range), hint);
     }
     require(error == std::errc() && inside(o.range, double(value)), Exit::usage, where, ": ",
-            data::excerpt(text), " is out of range; give ", kind, describe(o.range));
+            excerpt(text), " is out of range; give ", kind, describe(o.range));
     return value;
 }
 
 size_t read_choice(const Option& o, const std::string& text, const std::string& where) {
     for (size_t i = 0; i < o.allowed.size(); ++i)
         if (text == o.allowed[i]) return i;
-    fail(Exit::usage, where, ": ", data::excerpt(text), " is not known; choose one of ",
-         list(o.allowed));
+    fail(Exit::usage, where, ": ", excerpt(text), " is not known; choose one of ", list(o.allowed));
 }
 
 std::string read_text(const Option& o, const std::string& text, const std::string& where) {
@@ -203,9 +202,9 @@ std::string read_text(const Option& o, const std::string& text, const std::strin
             " or leave it out");
     const uint8_t* p = reinterpret_cast<const uint8_t*>(text.data());
     for (const uint8_t* const end = p + text.size(); p < end;) {
-        const data::Character c = data::next_character(p, end);
-        require(c.code != data::invalid_character && c.code != 0, Exit::usage, where, ": ",
-                data::excerpt(text), " is not valid UTF-8; rename the file or write the text anew");
+        const Character c = next_character(p, end);
+        require(c.code != invalid_character && c.code != 0, Exit::usage, where, ": ", excerpt(text),
+                " is not valid UTF-8; rename the file or write the text anew");
         p += c.length;
     }
     const size_t limit = o.member == Option::Member(&Config::generate) ? 1000000 : 4000;

@@ -5,6 +5,7 @@
 
 #include "engine/trainer.h"
 #include "engine/verify.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {

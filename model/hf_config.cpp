@@ -8,9 +8,9 @@
 #include <initializer_list>
 #include <set>
 
+#include "kernels/text.h"
 #include "model/checked_file.h"
 #include "model/io.h"
-#include "model/mapped_file.h"
 #include "model/strict_json.h"
 
 namespace torus {
@@ -114,7 +114,7 @@ public:
     void reject_unknown() const {
         for (const auto& [key, value] : object_.items()) {
             const bool known = used_.contains(key) || key.starts_with("_");
-            require(known, Exit::bad_data, where_, ": unknown key \"", escaped(key), "\" (",
+            require(known, Exit::bad_data, where_, ": unknown key ", excerpt(key), " (",
                     shown(value), ") may change what the model computes; remove it if it ",
                     "does not");
         }
@@ -122,7 +122,7 @@ public:
     const std::string& where() const { return where_; }
 
 private:
-    static std::string shown(const json& v) { return escaped(v.dump()); }
+    static std::string shown(const json& v) { return clipped(v.dump()); }
     int64_t to_integer(const char* key, const json& v) const {
         const bool fits = v.is_number_integer() &&
                           (!v.is_number_unsigned() || v.get<uint64_t>() <= uint64_t(INT64_MAX));
@@ -164,8 +164,8 @@ RopeConfig read_rope(Reader& r, const std::string& path) {
         rope.scaling = RopeConfig::Scaling::linear;
         rope.factor = s.number("factor");
     } else {
-        require(type == "default", Exit::bad_data, s.where(), ": rope_type is \"", escaped(type),
-                "\", supported are default, linear and llama3");
+        require(type == "default", Exit::bad_data, s.where(), ": rope_type is ", excerpt(type),
+                ", supported are default, linear and llama3");
     }
     if (type == "llama3") {
         rope.scaling = RopeConfig::Scaling::llama3;
@@ -229,7 +229,7 @@ ModelConfig read_llama(Reader& r, const std::string& path, bool qwen2) {
     if (const json* types = r.find("layer_types"))
         for (const json& type : *types)
             require(type == "full_attention", Exit::bad_data, path, ": \"layer_types\" has ",
-                    escaped(type.dump()), ", supported is \"full_attention\"");
+                    clipped(type.dump()), ", supported is \"full_attention\"");
     return c;
 }
 
@@ -246,8 +246,8 @@ ModelConfig read_hf_config(const std::string& path) {
     else if (type == "llama" || type == "qwen2")
         c = read_llama(r, path, type == "qwen2");
     else
-        fail(Exit::bad_data, path, ": model_type is \"", escaped(type),
-             "\", supported are gpt2, llama and qwen2");
+        fail(Exit::bad_data, path, ": model_type is ", excerpt(type),
+             ", supported are gpt2, llama and qwen2");
     c.hf_model_type = type;
     r.reject_unknown();
     try {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/text.h"
 #include "model/checked_file.h"
 #include "model/io.h"
 #include "model/mapped_file.h"
@@ -115,8 +116,7 @@ public:
     std::string path() const override { return file_.path(); }
     Tensor find(const std::string& name) const override {
         const auto it = tensors_.find(name);
-        require(it != tensors_.end(), Exit::bad_data, path(), ": has no tensor \"", escaped(name),
-                "\"");
+        require(it != tensors_.end(), Exit::bad_data, path(), ": has no tensor ", excerpt(name));
         const auto& [offset, shape] = it->second;
         return Tensor(const_cast<char*>(file_.data()) + offset, header_.dtype, shape);
     }

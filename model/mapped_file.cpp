@@ -39,18 +39,4 @@ MappedFile::~MappedFile() {
     if (data_) ::munmap(data_, size_t(size_));
 }
 
-std::string escaped(std::string_view text) {
-    constexpr char hex[] = "0123456789abcdef";
-    std::string out;
-    for (const char ch : text) {
-        if (out.size() >= 80) return out + "...";
-        const auto byte = static_cast<unsigned char>(ch);
-        if (byte >= 0x20 && byte < 0x7f)
-            out += ch;
-        else
-            (out += "\\x") += {hex[byte >> 4], hex[byte & 15]};
-    }
-    return out;
-}
-
 }  // namespace torus

@@ -24,7 +24,4 @@ private:
     int64_t size_ = 0;
 };
 
-// Untrusted text for a message: control and non-ASCII bytes escaped, cut to 80 characters.
-std::string escaped(std::string_view text);
-
 }  // namespace torus

@@ -3,8 +3,8 @@
 #include <filesystem>
 #include <set>
 
+#include "kernels/text.h"
 #include "model/io.h"
-#include "model/mapped_file.h"
 
 namespace torus {
 namespace {
@@ -34,8 +34,8 @@ void check_tensors(const ModelConfig& c, const TensorSource& source) {
     if (c.tied) known.insert("lm_head.weight");  // a copy of the embedding
     for (const std::string& name : source.names())
         require(known.contains(name) || is_derived(name), Exit::bad_data, source.path(),
-                ": tensor \"", escaped(name), "\" is not one of a ", c.hf_model_type, " model of ",
-                c.L, " layers; weights and config.json do not belong together");
+                ": tensor ", excerpt(name), " is not one of a ", c.hf_model_type, " model of ", c.L,
+                " layers; weights and config.json do not belong together");
 }
 
 std::string weights_in(const fs::path& folder) {

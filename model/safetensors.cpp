@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <optional>
 
+#include "kernels/text.h"
 #include "model/io.h"
 #include "model/mapped_file.h"
 #include "model/strict_json.h"
@@ -74,11 +75,10 @@ public:
 
     Tensor find(const std::string& name) const override {
         const auto it = entries_.find(name);
-        require(it != entries_.end(), Exit::bad_data, path(), ": has no tensor \"", escaped(name),
-                "\"");
+        require(it != entries_.end(), Exit::bad_data, path(), ": has no tensor ", excerpt(name));
         const Entry& e = it->second;
-        require(e.type->type.has_value(), Exit::bad_data, path(), ": tensor \"", escaped(name),
-                "\" is of type ", e.type->name, ", which this program does not use");
+        require(e.type->type.has_value(), Exit::bad_data, path(), ": tensor ", excerpt(name),
+                " is of type ", e.type->name, ", which this program does not use");
         const char* bytes = data_ + e.begin;
         if (reinterpret_cast<uintptr_t>(bytes) % uintptr_t(e.type->bytes) != 0) {
             std::vector<char>& copy = aligned_[name];  // the format does not promise alignment
@@ -102,13 +102,13 @@ private:
     void check_metadata(const json& value) const {
         require(value.is_object(), Exit::bad_data, path(), ": __metadata__ is not an object");
         for (const auto& [key, text] : value.items())
-            require(text.is_string(), Exit::bad_data, path(), ": __metadata__ \"", escaped(key),
-                    "\" is not a string");
+            require(text.is_string(), Exit::bad_data, path(), ": __metadata__ ", excerpt(key),
+                    " is not a string");
     }
 
     Entry read_entry(const std::string& name, const json& value) const {
         const auto bad = [&](const auto&... what) {
-            fail(Exit::bad_data, path(), ": tensor \"", escaped(name), "\": ", what...);
+            fail(Exit::bad_data, path(), ": tensor ", excerpt(name), ": ", what...);
         };
         if (!value.is_object() || value.size() != 3 || !value.contains("dtype") ||
             !value.contains("shape") || !value.contains("data_offsets"))
@@ -119,7 +119,7 @@ private:
         const auto type = std::find_if(std::begin(file_types), std::end(file_types),
                                        [&](const FileType& t) { return dtype == t.name; });
         if (type == std::end(file_types))
-            bad("unknown dtype \"", escaped(dtype.get_ref<const std::string&>()), "\"");
+            bad("unknown dtype ", excerpt(dtype.get_ref<const std::string&>()));
         if (!shape.is_array() || shape.size() > size_t(Shape::max_rank))
             bad("shape is not a list of at most ", Shape::max_rank, " sizes");
         if (!offsets.is_array() || offsets.size() != 2) bad("data_offsets is not a pair");
@@ -132,7 +132,7 @@ private:
         for (const json& dim : shape) {
             const int64_t d = read_size(dim);
             if (d < 0 || __builtin_mul_overflow(bytes, d, &bytes))
-                bad("shape ", escaped(shape.dump()), " is not one of a tensor in memory");
+                bad("shape ", clipped(shape.dump()), " is not one of a tensor in memory");
             e.shape.dim[size_t(e.shape.rank++)] = d;
         }
         if (bytes != e.end - e.begin)
@@ -158,8 +158,8 @@ private:
         });
         int64_t at = 0;
         for (const auto& [name, entry] : order) {
-            require(entry->begin == at, Exit::bad_data, path(), ": tensor \"", escaped(*name),
-                    "\" begins at byte ", entry->begin, " of the data, expected ", at,
+            require(entry->begin == at, Exit::bad_data, path(), ": tensor ", excerpt(*name),
+                    " begins at byte ", entry->begin, " of the data, expected ", at,
                     entry->begin < at ? " (overlap)" : " (gap)");
             at = entry->end;
         }
@@ -184,22 +184,21 @@ public:
             Exit::bad_data, path, ": has no object \"weight_map\"");
         const std::filesystem::path folder = std::filesystem::path(path).parent_path();
         for (const auto& [name, shard] : index["weight_map"].items()) {
-            require(shard.is_string(), Exit::bad_data, path, ": weight_map \"", escaped(name),
-                    "\" is not a file name");
+            require(shard.is_string(), Exit::bad_data, path, ": weight_map ", excerpt(name),
+                    " is not a file name");
             const std::string& file = shard.get_ref<const std::string&>();
-            require(is_basename(file), Exit::bad_data, path, ": shard \"", escaped(file),
-                    "\" is not a plain file name; shards lie next to the index");
+            require(is_basename(file), Exit::bad_data, path, ": shard ", excerpt(file),
+                    " is not a plain file name; shards lie next to the index");
             auto& source = shards_[file];
             if (!source) source = std::make_unique<SafetensorsFile>((folder / file).string());
-            require(source->has(name), Exit::bad_data, path, ": tensor \"", escaped(name),
-                    "\" is not in ", escaped(file));
+            require(source->has(name), Exit::bad_data, path, ": tensor ", excerpt(name),
+                    " is not in ", clipped(file));
             where_[name] = source.get();
         }
         for (const auto& [file, source] : shards_)
             for (const std::string& name : source->names())
                 require(where_.contains(name) && where_[name] == source.get(), Exit::bad_data, path,
-                        ": tensor \"", escaped(name), "\" of ", escaped(file),
-                        " is not in the index");
+                        ": tensor ", excerpt(name), " of ", clipped(file), " is not in the index");
     }
     std::vector<std::string> names() const override {
         std::vector<std::string> out;
@@ -210,8 +209,7 @@ public:
     std::string path() const override { return path_; }
     Tensor find(const std::string& name) const override {
         const auto it = where_.find(name);
-        require(it != where_.end(), Exit::bad_data, path_, ": has no tensor \"", escaped(name),
-                "\"");
+        require(it != where_.end(), Exit::bad_data, path_, ": has no tensor ", excerpt(name));
         return it->second->find(name);
     }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/check.h"
+#include "kernels/text.h"
 #include "model/mapped_file.h"
 
 namespace torus {
@@ -41,8 +42,8 @@ private:
     void count_key(const std::string& key) {
         require(key.size() <= limits_.key_bytes, Exit::bad_data, path_, ": JSON key of ",
                 key.size(), " bytes, allowed are ", limits_.key_bytes);
-        require(open_.back().keys.insert(key).second, Exit::bad_data, path_, ": JSON key \"",
-                escaped(key), "\" appears twice");
+        require(open_.back().keys.insert(key).second, Exit::bad_data, path_, ": JSON key ",
+                excerpt(key), " appears twice");
         check_count(open_.back());
     }
     void count_item() {  // objects are counted by their keys
@@ -70,7 +71,7 @@ nlohmann::json parse_strict(std::string_view text, const std::string& path, Json
                                          return true;
                                      });
     } catch (const nlohmann::json::exception& e) {
-        fail(Exit::bad_data, path, ": not valid JSON: ", escaped(e.what()));
+        fail(Exit::bad_data, path, ": not valid JSON: ", clipped(e.what()));
     }
 }
 

@@ -8,8 +8,9 @@
 #include "data/normalize.h"
 #include "data/pretokenize.h"
 #include "data/unicode.h"
-#include "data/utf8.h"
 #include "helpers.h"
+#include "kernels/text.h"
+#include "kernels/utf8.h"
 
 namespace torus {
 namespace {
@@ -55,7 +56,7 @@ std::string random_text(std::mt19937& random) {
             uint32_t code =
                 kind < 7 ? starts[random() % starts.size()] + random() % 0x30 : random() % 0x110000;
             if (code >= 0xd800 && code < 0xe000) code = 0xa0;
-            data::append_utf8(text, code);
+            append_utf8(text, code);
         }
     }
     return text;
@@ -142,7 +143,7 @@ TEST_CASE("unicode: classes agree with PCRE2") {
         letters += table[c] == data::CharClass::letter;
         numbers += table[c] == data::CharClass::number;
         std::string text;
-        data::append_utf8(text, c);
+        append_utf8(text, c);
         const int group = pcre2_match(code, reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
                                       0, 0, match, nullptr);
         if (group == 5) continue;  // not assigned there
@@ -173,21 +174,21 @@ TEST_CASE("utf-8: every code point there and back, and no invalid form accepted"
     for (uint32_t c = 0; c < 0x110000; ++c) {
         if (c >= 0xd800 && c < 0xe000) continue;
         std::string text;
-        data::append_utf8(text, c);
+        append_utf8(text, c);
         const uint8_t* p = reinterpret_cast<const uint8_t*>(text.data());
-        const data::Character read = data::next_character(p, p + text.size());
+        const Character read = next_character(p, p + text.size());
         REQUIRE_TRUE(read.code == c);
         REQUIRE_TRUE(read.length == text.size());
         for (size_t n = 1; n < text.size(); ++n) {  // cut short: one invalid byte
-            REQUIRE_TRUE(data::next_character(p, p + n).code == data::invalid_character);
+            REQUIRE_TRUE(next_character(p, p + n).code == invalid_character);
         }
     }
     for (const std::string text :
          {"\x80", "\xc0\x80", "\xc1\xbf", "\xe0\x9f\xbf", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf",
           "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\xe2\x28\xa1", "\xf0\x28\x8c\xbc"}) {
         const uint8_t* p = reinterpret_cast<const uint8_t*>(text.data());
-        const data::Character read = data::next_character(p, p + text.size());
-        EXPECT_EQ(read.code, data::invalid_character);
+        const Character read = next_character(p, p + text.size());
+        EXPECT_EQ(read.code, invalid_character);
         EXPECT_EQ(read.length, 1u);
     }
 }
@@ -214,20 +215,6 @@ TEST_CASE("normalize: NFC") {
     for (int i = 0; i < 20000; ++i) {
         const std::string once = nfc(random_text(random));
         REQUIRE_TRUE(nfc(once) == once);
-    }
-}
-
-TEST_CASE("printable: nothing drives a terminal") {
-    EXPECT_EQ(printable("a\tb\nc \u00e9\U0001f600"), "a\tb\nc \u00e9\U0001f600");
-    EXPECT_EQ(printable("\x1b[31m"), "\\x1b[31m");
-    EXPECT_EQ(printable(std::string_view("\0\r\x7f", 3)), "\\x00\\x0d\\x7f");
-    EXPECT_EQ(printable("\u009b31m"), "\\xc2\\x9b31m");  // the one-character form of ESC [
-    EXPECT_EQ(printable("\xff\xc3("), "\\xff\\xc3(");    // not UTF-8
-    EXPECT_EQ(printable("\u202eabc\u2066"), "\\xe2\\x80\\xaeabc\\xe2\\x81\\xa6");  // reordering
-    std::mt19937 random(9);
-    for (int i = 0; i < 200; ++i) {
-        const std::string out = printable(random_bytes(random, 200));
-        EXPECT_EQ(printable(out), out);
     }
 }
 

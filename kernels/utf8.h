@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-namespace torus::data {
+namespace torus {
 
 constexpr uint32_t invalid_character = 0xffffffffu;
 
@@ -77,4 +77,4 @@ inline void append_utf8(std::string& out, uint32_t code) {
     }
 }
 
-}  // namespace torus::data
+}  // namespace torus
