@@ -15,6 +15,7 @@ enum class Exit : int {
     missing_input = 66,  // a file or folder is not there
     internal = 70,       // a CHECK failed, or training met a non-finite value it cannot skip
     out_of_memory = 71,  // the plan does not fit the device or the host
+    no_device = 71,      // no GPU that works: the machine lacks what the run needs, as above
     io = 74,             // a write failed: disk full, read error
     preempted = 75,      // stopped on a signal with a good checkpoint; submit again
     peer = 76,           // another rank or a collective failed

@@ -46,6 +46,14 @@ struct Device {
     virtual void set_bytes(Stream&, void* dst, uint8_t value, int64_t bytes) = 0;
     virtual void synchronize(Stream&) = 0;  // throws on any error of the work queued before
 
+    // For profilers (docs/profiling.md); without one they do nothing. A range names what the host
+    // queues between push and pop, "layer 3" with a number; ranges nest. A profiler that waits to
+    // be told records from start to stop, both with the device idle.
+    virtual void push_range(const char* /*name*/, int64_t /*number*/ = -1) {}
+    virtual void pop_range() {}
+    virtual void start_profiler() {}
+    virtual void stop_profiler() {}
+
     int64_t allocated(Memory m) const { return in_use_[int(m)]; }
     int64_t peak(Memory m) const { return peak_[int(m)]; }
     void freeze() { frozen_ = true; }  // after the plan: allocate() throws
@@ -61,6 +69,20 @@ protected:
 private:
     int64_t in_use_[3] = {}, peak_[3] = {};
     bool frozen_ = false;
+};
+
+// A range from here to the end of the block.
+class ProfileRange {
+public:
+    explicit ProfileRange(Device& device, const char* name, int64_t number = -1) : device_(device) {
+        device_.push_range(name, number);
+    }
+    ~ProfileRange() { device_.pop_range(); }
+    ProfileRange(const ProfileRange&) = delete;
+    ProfileRange& operator=(const ProfileRange&) = delete;
+
+private:
+    Device& device_;
 };
 
 // Owns one allocation.

@@ -193,7 +193,11 @@ std::unique_ptr<Kernels> make_cpu_kernels(DType dtype, CpuOptions options = {});
 
 // What keeps this binary from using a GPU here; empty when one can be used.
 std::string cuda_unavailable_reason();
-// dtype bf16, f16 or f32, on GPU `index`. Throws Error(usage) with the reason when there is none.
+// dtype bf16, f16 or f32, on GPU `index`. Throws Error(no_device) with the reason when there is
+// none.
 std::unique_ptr<Kernels> make_cuda_kernels(DType dtype, int index);
+// The same backend without a GPU, to plan bytes: they hold for every GPU. Its device has no memory
+// and runs nothing. Throws Error(no_device) in a build without CUDA.
+std::unique_ptr<Kernels> make_cuda_planner(DType dtype);
 
 }  // namespace torus

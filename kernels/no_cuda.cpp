@@ -8,7 +8,13 @@ std::string cuda_unavailable_reason() {
 }
 
 std::unique_ptr<Kernels> make_cuda_kernels(DType, int) {
-    fail(Exit::usage, "--device cuda: ", cuda_unavailable_reason());
+    fail(Exit::no_device, "--device cuda: ", cuda_unavailable_reason(),
+         "; build with it (cmake --preset cuda) or use --device cpu");
+}
+
+std::unique_ptr<Kernels> make_cuda_planner(DType) {
+    fail(Exit::no_device, "--plan --device cuda: ", cuda_unavailable_reason(),
+         "; the plan of a GPU needs no GPU, but a build with CUDA: cmake --preset cuda");
 }
 
 }  // namespace torus

@@ -9,7 +9,7 @@
 
 namespace torus {
 
-class CpuDevice final : public Device {
+class CpuDevice : public Device {
 public:
     std::string name() const override;
     int64_t total_bytes() const override;
@@ -47,7 +47,7 @@ void expect_rank(const char* op, const char* name, const Tensor& t, DType type, 
 void expect_indices(const char* op, const char* name, const Tensor& t, int64_t limit);
 
 template <class T>
-class CpuKernels final : public Kernels {
+class CpuKernels : public Kernels {
 public:
     explicit CpuKernels(CpuOptions options);
     Device& device() override { return device_; }

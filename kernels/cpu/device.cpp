@@ -139,6 +139,9 @@ CpuKernels<T>::CpuKernels(CpuOptions options)
 #endif
 }
 
+template CpuKernels<float>::CpuKernels(CpuOptions);
+template CpuKernels<double>::CpuKernels(CpuOptions);
+
 std::unique_ptr<Kernels> make_cpu_kernels(DType dtype, CpuOptions options) {
     if (dtype == DType::f32) return std::make_unique<CpuKernels<float>>(options);
     if (dtype == DType::f64) return std::make_unique<CpuKernels<double>>(options);

@@ -44,7 +44,7 @@ static int64_t row_shares(int64_t rows, int64_t tiles) {
 
 int64_t bias_gradient_workspace(const WorkspaceDims& d) {
     // shares * columns; shares * tiles is about four blocks a multiprocessor
-    return (4 * int64_t(multiprocessors()) * 32 * 8 + d.features) * 4;
+    return (4 * int64_t(most_multiprocessors) * 32 * 8 + d.features) * 4;
 }
 
 void bias_gradient(Stream& stream, float* db, const Matrix& dout) {

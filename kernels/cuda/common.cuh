@@ -164,9 +164,13 @@ struct Grid {
     int64_t shared = 0;  // bytes of dynamic shared memory
 };
 
-struct Range {  // an NVTX range in the project's domain, for profilers
-    explicit Range(const char* name);
-    ~Range();
+// NVTX ranges in the domain "torus", for profilers; see Device::push_range.
+void push_range(const char* name, int64_t number = -1);
+void pop_range();
+
+struct Range {  // an op: where no Device is at hand
+    explicit Range(const char* name) { push_range(name); }
+    ~Range() { pop_range(); }
     Range(const Range&) = delete;
 };
 
@@ -183,7 +187,10 @@ void launch(const char* op, const Stream& stream, const Grid& grid, void (*kerne
     check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), op);
 }
 
-int multiprocessors();   // of the current device
+// Bytes are planned without a device at hand: scratch memory that grows with the multiprocessors is
+// for this many (the largest GPU today has 188), so that one plan holds on every GPU.
+constexpr int most_multiprocessors = 192;
+int multiprocessors();   // of the current device, at most as many
 int64_t shared_limit();  // bytes of shared memory that a block may have there
 
 // Blocks of this shape that one multiprocessor runs at a time.

@@ -28,6 +28,10 @@ public:
     void set_bytes(Stream&, void* dst, uint8_t value, int64_t bytes) override;
     void synchronize(Stream&) override;
     void synchronize(Event&) override;
+    void push_range(const char* name, int64_t number) override;
+    void pop_range() override;
+    void start_profiler() override;
+    void stop_profiler() override;
 
 private:
     void use() const;  // makes this the calling thread's current device
@@ -39,9 +43,9 @@ class Matmul;  // matmul.cu: the cuBLASLt handle and its plans
 
 class CudaKernels final : public Kernels {
 public:
-    CudaKernels(DType dtype, int index);
+    CudaKernels(DType dtype, std::unique_ptr<Device> device);
     ~CudaKernels() override;
-    Device& device() override { return device_; }
+    Device& device() override { return *device_; }
     const Precision& precision() const override { return precision_; }
     int64_t workspace_bytes(const WorkspaceDims&) const override;
     void tune_matmul(const std::string& file) override;
@@ -100,7 +104,7 @@ public:
     void adamw(Stream&, const AdamW&) override;
 
 private:
-    CudaDevice device_;
+    std::unique_ptr<Device> device_;
     Precision precision_;
     std::unique_ptr<Matmul> matmul_;
     bool hopper_attention_ = true;

@@ -1,6 +1,9 @@
 // Device memory, streams and events over the CUDA runtime, the reasons why a GPU cannot be used,
 // and the host side of common.cuh. Allocations are plain cudaMalloc and cudaMallocHost: a run makes
 // a handful of them, so a pool would only hide their sizes.
+#include <cuda_profiler_api.h>
+
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -11,8 +14,10 @@ namespace torus::cuda {
 
 void check(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
-    const Exit code = error == cudaErrorMemoryAllocation ? Exit::out_of_memory : Exit::internal;
-    fail(code, "CUDA: ", what, ": ", cudaGetErrorString(error), " (", cudaGetErrorName(error), ")");
+    const bool memory = error == cudaErrorMemoryAllocation;
+    fail(memory ? Exit::out_of_memory : Exit::internal, "CUDA: ", what, ": ",
+         cudaGetErrorString(error), " (", cudaGetErrorName(error), ")",
+         memory ? "; the driver needs some memory besides the plan: lower --micro-batch-size" : "");
 }
 
 // --- common.cuh ----------------------------------------------------------------------------------
@@ -55,16 +60,24 @@ static nvtxDomainHandle_t nvtx_domain() {
     return domain;
 }
 
-Range::Range(const char* name) {
+void push_range(const char* name, int64_t number) {
+    if (!nvtx_domain()) return;  // no profiler is attached
+    char numbered[64];
     nvtxEventAttributes_t event{};
     event.version = NVTX_VERSION;
     event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
     event.messageType = NVTX_MESSAGE_TYPE_ASCII;
     event.message.ascii = name;
+    if (number >= 0) {
+        std::snprintf(numbered, sizeof numbered, "%s %lld", name, static_cast<long long>(number));
+        event.message.ascii = numbered;
+    }
     nvtxDomainRangePushEx(nvtx_domain(), &event);
 }
 
-Range::~Range() { nvtxDomainRangePop(nvtx_domain()); }
+void pop_range() {
+    if (nvtx_domain()) nvtxDomainRangePop(nvtx_domain());
+}
 
 static void allow_shared(const char* op, const void* kernel, int64_t bytes) {
     if (bytes > 32 << 10)  // with the kernel's static shared memory, 48 KB need no leave
@@ -101,7 +114,9 @@ static int attribute(cudaDeviceAttr which) {
     check(cudaDeviceGetAttribute(&value, which, index), "cudaDeviceGetAttribute");
     return value;
 }
-int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+int multiprocessors() {
+    return std::min(attribute(cudaDevAttrMultiProcessorCount), most_multiprocessors);
+}
 int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // --- memory --------------------------------------------------------------------------------------
@@ -245,28 +260,104 @@ void CudaDevice::synchronize(Stream& s) {
     check(cudaStreamSynchronize(handle(s)), "a kernel or copy queued before");
 }
 
+// --- profilers -----------------------------------------------------------------------------------
+void CudaDevice::push_range(const char* name, int64_t number) { cuda::push_range(name, number); }
+void CudaDevice::pop_range() { cuda::pop_range(); }
+
+void CudaDevice::start_profiler() {
+    use();
+    check(cudaDeviceSynchronize(), "work queued before the profiler's start");
+    check(cudaProfilerStart(), "cudaProfilerStart");
+}
+
+void CudaDevice::stop_profiler() {
+    use();
+    check(cudaDeviceSynchronize(), "work queued before the profiler's stop");
+    check(cudaProfilerStop(), "cudaProfilerStop");
+}
+
+// --- planning without a GPU ----------------------------------------------------------------------
+// Streams and events without a handle, with which nothing can be queued.
+class PlannedDevice final : public Device {
+public:
+    std::string name() const override { return "a GPU (planned, none is used)"; }
+    int64_t total_bytes() const override { return 0; }
+    int64_t free_bytes() const override { return 0; }
+    void* allocate(Memory, int64_t) override { refuse(); }
+    void release(Memory, void*, int64_t) noexcept override {}
+    Stream make_stream(bool) override { return {}; }
+    void destroy(Stream&) noexcept override {}
+    Event make_event() override { return {}; }
+    void destroy(Event&) noexcept override {}
+    void record(Event&, Stream&) override { refuse(); }
+    void wait(Stream&, Event&) override { refuse(); }
+    double elapsed_ms(Event&, Event&) override { refuse(); }
+    void copy(Stream&, void*, const void*, int64_t) override { refuse(); }
+    void set_bytes(Stream&, void*, uint8_t, int64_t) override { refuse(); }
+    void synchronize(Stream&) override { refuse(); }
+    void synchronize(Event&) override { refuse(); }
+
+private:
+    [[noreturn]] static void refuse() {
+        fail(Exit::internal, "a plan was asked to run: it has no GPU");
+    }
+};
+
 // --- the backend's entry -------------------------------------------------------------------------
 static __global__ void probe_kernel() {}
 
 static std::string version(int v) { return concat(v / 1000, ".", v % 1000 / 10); }
 
-// Why device `index` cannot run this binary; empty when it can.
+static void check_dtype(DType dtype) {
+    require(dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::f32, Exit::usage,
+            "--dtype ", name_of(dtype), " does not run on the GPU; use bf16, fp16 or fp32, or",
+            " --device cpu");
+}
+
+// What keeps device `index` from running this binary; empty when nothing does.
 static std::string device_reason(int index) {
     cudaDeviceProp p{};
     if (const cudaError_t e = cudaGetDeviceProperties(&p, index); e != cudaSuccess)
         return concat("GPU ", index, " cannot be opened: ", cudaGetErrorString(e));
     if (p.major < 8)
         return concat("GPU ", index, " (", p.name, ") has compute capability ", p.major, ".",
-                      p.minor, "; 8.0 or later is needed");
+                      p.minor, ", 8.0 or later is needed");
     cudaFuncAttributes attributes{};
-    cudaSetDevice(index);
-    if (cudaFuncGetAttributes(&attributes, probe_kernel) != cudaSuccess) {
-        cudaGetLastError();
-        return concat("this binary has no code for GPU ", index, " (", p.name,
+    cudaError_t e = cudaSetDevice(index);
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&attributes, probe_kernel);
+    cudaGetLastError();
+    if (e == cudaErrorNoKernelImageForDevice || e == cudaErrorInvalidDeviceFunction)
+        return concat("this program has no code for GPU ", index, " (", p.name,
                       ", compute capability ", p.major, ".", p.minor,
-                      "); rebuild with -DTORUS_CUDA_ARCHITECTURES=", p.major, p.minor);
-    }
+                      "), build it with -DTORUS_CUDA_ARCHITECTURES=", p.major, p.minor);
+    if (e != cudaSuccess)  // taken by another program: its memory or the whole of it
+        return concat("GPU ", index, " (", p.name, ") cannot be used now: ", cudaGetErrorString(e));
     return {};
+}
+
+// GPUs of this machine; `reason` says why there are none.
+static int count_devices(std::string& reason) {
+    int driver = 0, runtime = 0, count = 0;
+    cudaRuntimeGetVersion(&runtime);
+    const std::string needed = concat("CUDA ", runtime / 1000, ".0 or later");
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        reason =
+            concat("no NVIDIA driver was found on this machine, one for ", needed, " is needed");
+        return 0;
+    }
+    if (driver / 1000 < runtime / 1000) {
+        reason = concat("the NVIDIA driver is for CUDA ", version(driver), ", one for ", needed,
+                        " is needed: update the driver");
+        return 0;
+    }
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    cudaGetLastError();
+    if (error != cudaSuccess || count == 0) {
+        reason = concat("the NVIDIA driver gives this program no GPU: ",
+                        cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
+        return 0;
+    }
+    return count;
 }
 
 }  // namespace torus::cuda
@@ -274,20 +365,8 @@ static std::string device_reason(int index) {
 namespace torus {
 
 std::string cuda_unavailable_reason() {
-    int driver = 0, runtime = 0, count = 0;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
-        return "no NVIDIA driver was found on this machine";
-    cudaRuntimeGetVersion(&runtime);
-    if (driver / 1000 < runtime / 1000)
-        return concat("the NVIDIA driver supports CUDA ", cuda::version(driver),
-                      ", this program needs ", runtime / 1000, ".0 or later: update the driver");
-    const cudaError_t error = cudaGetDeviceCount(&count);
-    if (error != cudaSuccess) {
-        cudaGetLastError();
-        return concat("no GPU can be used: ", cudaGetErrorString(error));
-    }
-    if (count == 0) return "the NVIDIA driver reports no GPU";
     std::string reason;
+    const int count = cuda::count_devices(reason);
     for (int i = 0; i < count; ++i) {
         reason = cuda::device_reason(i);
         if (reason.empty()) break;
@@ -296,18 +375,22 @@ std::string cuda_unavailable_reason() {
 }
 
 std::unique_ptr<Kernels> make_cuda_kernels(DType dtype, int index) {
-    const std::string reason = cuda_unavailable_reason();
-    require(reason.empty(), Exit::usage, "--device cuda: ", reason);
-    int count = 0;
-    cuda::check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    require(index >= 0 && index < count, Exit::usage, "--device cuda: GPU ", index,
-            " was asked for, this machine has ", count, ": start fewer ranks here");
-    const std::string of_index = cuda::device_reason(index);
-    require(of_index.empty(), Exit::usage, "--device cuda: ", of_index);
-    require(dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::f32, Exit::usage,
-            "--dtype ", name_of(dtype), " does not run on the GPU; use bf16, fp16 or fp32, or",
-            " --device cpu");
-    return std::make_unique<cuda::CudaKernels>(dtype, index);
+    cuda::check_dtype(dtype);
+    std::string reason;
+    const int count = cuda::count_devices(reason);
+    if (count > 0)
+        reason = index < count
+                     ? cuda::device_reason(index)
+                     : concat("GPU ", index, " was asked for, this program sees ", count,
+                              ": start at most ", count, count == 1 ? " rank" : " ranks", " here");
+    require(reason.empty(), Exit::no_device, "--device cuda: ", reason, "; or use --device cpu");
+    CHECK(index >= 0);
+    return std::make_unique<cuda::CudaKernels>(dtype, std::make_unique<cuda::CudaDevice>(index));
+}
+
+std::unique_ptr<Kernels> make_cuda_planner(DType dtype) {
+    cuda::check_dtype(dtype);
+    return std::make_unique<cuda::CudaKernels>(dtype, std::make_unique<cuda::PlannedDevice>());
 }
 
 }  // namespace torus

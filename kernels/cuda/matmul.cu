@@ -21,8 +21,10 @@ constexpr int kRounds = 6;  // of timing, the first unmeasured
 using Candidates = std::array<cublasLtMatmulHeuristicResult_t, kCandidates>;
 
 static void check(cublasStatus_t status, const char* what) {
+    const bool memory = status == CUBLAS_STATUS_ALLOC_FAILED;
     if (status != CUBLAS_STATUS_SUCCESS)
-        fail(Exit::internal, "cuBLASLt: ", what, ": ", cublasLtGetStatusString(status));
+        fail(memory ? Exit::out_of_memory : Exit::internal, "cuBLASLt: ", what, ": ",
+             cublasLtGetStatusString(status));
 }
 
 // --- the product ---------------------------------------------------------------------------------
@@ -135,8 +137,10 @@ struct Plan {
 
 class Matmul {
 public:
-    Matmul() { check(cublasLtCreate(&handle_), "cublasLtCreate"); }
-    ~Matmul() { cublasLtDestroy(handle_); }
+    Matmul() = default;
+    ~Matmul() {
+        if (handle_) cublasLtDestroy(handle_);
+    }
     Matmul(const Matmul&) = delete;
 
     void run(const char* op, Stream& stream, const Product& p);
@@ -151,7 +155,7 @@ private:
     size_t fastest(const char* op, Stream& stream, const Product& p, const Plan& plan,
                    const Candidates& candidates, int count);
 
-    cublasLtHandle_t handle_ = nullptr;
+    cublasLtHandle_t handle_ = nullptr;  // made at the first product: planning has no GPU
     std::map<Key, std::unique_ptr<Plan>> plans_;
     std::string tuning_file_;
     std::map<Key, cublasLtMatmulAlgo_t> tuned_;
@@ -161,6 +165,7 @@ bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
     if (p.m == 0 || p.n == 0) return true;
     CHECK(stream.handle, ": ", op, " was queued without a stream");
     const Range range(op);
+    if (!handle_) check(cublasLtCreate(&handle_), "cublasLtCreate");
     const Key key = key_of(p);
     auto found = plans_.find(key);
     if (found == plans_.end()) found = plans_.emplace(key, make_plan(op, stream, p)).first;
@@ -297,13 +302,15 @@ void Matmul::tune(const std::string& file, const std::string& device) {
     require(bool(out), Exit::io, "--tune-matmul: ", file, " cannot be written");
 }
 
-void CudaKernels::tune_matmul(const std::string& file) { matmul_->tune(file, device_.name()); }
+void CudaKernels::tune_matmul(const std::string& file) { matmul_->tune(file, device_->name()); }
 
 // --- launchers -----------------------------------------------------------------------------------
 int64_t matmul_workspace() { return kMatmulWorkspace; }
 
-CudaKernels::CudaKernels(DType dtype, int index)
-    : device_(index), precision_(precision_of(dtype)), matmul_(std::make_unique<Matmul>()) {}
+CudaKernels::CudaKernels(DType dtype, std::unique_ptr<Device> device)
+    : device_(std::move(device)),
+      precision_(precision_of(dtype)),
+      matmul_(std::make_unique<Matmul>()) {}
 CudaKernels::~CudaKernels() = default;
 
 int64_t CudaKernels::workspace_bytes(const WorkspaceDims& d) const {

@@ -259,7 +259,7 @@ static void forward(const char* name, Stream& stream, const NormForward<T>& a) {
 }
 
 int64_t norm_workspace(const WorkspaceDims& d) {
-    const int64_t blocks = kBackwardBlocks * int64_t(multiprocessors());
+    const int64_t blocks = kBackwardBlocks * int64_t(most_multiprocessors);
     return std::min(blocks, std::max<int64_t>(d.rows, 1)) * 2 * d.channels * 4;
 }
 
