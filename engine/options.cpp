@@ -85,7 +85,8 @@ std::vector<Option> optimizer_options() {
 std::vector<Option> machine_options() {
     constexpr OptionGroup g = OptionGroup::machine;
     return {
-        {"device", g, "NAME", "auto (a GPU when there is one), cuda or cpu",
+        {"device", g, "NAME",
+         "auto (a GPU when there is one), cuda (exit code 71 when there is none) or cpu",
          &C::device, {0, 0}, {"auto", "cuda", "cpu"}},
         {"dtype", g, "NAME", "auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32 or fp64",
          &C::dtype, {0, 0}, {"auto", "bf16", "fp16", "fp32", "fp64"}},
@@ -110,7 +111,8 @@ std::vector<Option> machine_options() {
          "GPU: time the matmul algorithms at first use and keep the choices in FILE", &C::tune_matmul},
         {"plain-matmul", g, "", "CPU: loops instead of BLAS, the same bits on every machine",
          &C::plain_matmul, {0, 0}, off_on},
-        {"plan", g, "", "print the memory plan and stop", &C::plan, {0, 0}, off_on},
+        {"plan", g, "", "print the memory plan and stop; --device cuda needs no GPU for it",
+         &C::plan, {0, 0}, off_on},
     };
 }
 

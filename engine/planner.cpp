@@ -86,29 +86,43 @@ std::string Machine::table() const {
     return out.str();
 }
 
+// The most sequences, below those asked for, that fit; 0 when not even one does.
 int64_t Machine::largest_batch(int64_t budget) const {
-    for (int64_t B = o_.B - 1; B >= 1; --B) {
+    int64_t fits = 0, beyond = o_.B;
+    while (beyond - fits > 1) {
         Options smaller = o_;
-        smaller.B = B;
-        if (Machine(k_, model_, family_, config_, smaller).device_bytes() <= budget) return B;
+        smaller.B = fits + (beyond - fits) / 2;
+        const Machine plan(k_, model_, family_, config_, smaller);
+        (plan.device_bytes() <= budget ? fits : beyond) = smaller.B;
     }
-    return 0;
+    return fits;
 }
 
-void Machine::allocate() {
+void Machine::allocate_device() {
     Device& device = k_.device();
-    const int64_t free = device.free_bytes();
+    const int64_t free = device.free_bytes(), total = device.total_bytes();
     if (device_bytes() > free) {
         const int64_t fits = o_.step ? largest_batch(free) : 0;
         fail(Exit::out_of_memory, "memory: the plan needs ", human_bytes(device_bytes()), ", ",
-             device.name(), " has ", human_bytes(free), " free; ",
+             device.name(), " has ", human_bytes(free), " free of ", human_bytes(total), "; ",
+             device_bytes() <= total ? "wait for the programs that use the rest, or " : "",
              fits > 0 ? concat("the largest --micro-batch-size that fits is ", fits)
                       : std::string("use a smaller --seq-length or --model, or --recompute full"),
              "\n", table());
     }
-    device_arena_ = Arena(device, Memory::device, device_);
+    try {
+        device_arena_ = Arena(device, Memory::device, device_);
+        workspace_ = Buffer(device, Memory::device, workspace_bytes_);
+    } catch (const Error& e) {  // another program was faster
+        if (e.code != Exit::out_of_memory) throw;
+        fail(e.code, e.what(), "\n", table());
+    }
+}
+
+void Machine::allocate() {
+    Device& device = k_.device();
+    allocate_device();
     pinned_arena_ = Arena(device, Memory::pinned, pinned_);
-    workspace_ = Buffer(device, Memory::device, workspace_bytes_);
     stream_ = device.make_stream();
     stream_.workspace = Tensor(workspace_.data(), DType::u8, {workspace_bytes_});
     // NaN everywhere: a read before the first write shows up in the loss instead of in a lucky

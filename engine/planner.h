@@ -35,8 +35,8 @@ public:
     int64_t pinned_bytes() const { return pinned_.bytes(); }
     std::string table() const;  // by owner, with the sums
 
-    // Lays the plan: allocates, binds, freezes the device. Error(out_of_memory) with the table and
-    // the largest micro-batch that would fit.
+    // Lays the plan: allocates, binds, freezes the device. Error(out_of_memory) with what is free,
+    // the largest micro-batch that fits it, and the table.
     void allocate();
     // The high-water mark is the plan: throws otherwise.
     void check_high_water() const;
@@ -55,6 +55,7 @@ public:
     Machine& operator=(const Machine&) = delete;
 
 private:
+    void allocate_device();
     int64_t largest_batch(int64_t budget) const;
 
     Kernels& k_;

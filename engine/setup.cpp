@@ -113,8 +113,10 @@ Setup make_setup(const Config& c, int gpu) {
 #ifdef _OPENMP
     if (c.threads > 0) omp_set_num_threads(c.threads);
 #endif
-    s.kernels = device == "cuda" ? make_cuda_kernels(dtype, gpu)
-                                 : make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
+    if (s.cuda)
+        s.kernels = c.plan ? make_cuda_planner(dtype) : make_cuda_kernels(dtype, gpu);
+    else
+        s.kernels = make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
     s.summary = concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ",
                        s.model.L, ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ",
                        s.model.V, "), ", name_of(dtype), " on ", s.kernels->device().name());

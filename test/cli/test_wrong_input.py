@@ -1,7 +1,10 @@
 """What a user gets wrong ends with one line and the documented exit code, and overwrites nothing."""
+import os
 import pathlib
+import subprocess
+import tempfile
 
-from harness import Cli, TEXT, main
+from harness import BIN, Cli, TEXT, main
 
 
 class WrongInput(Cli):
@@ -33,6 +36,16 @@ class WrongInput(Cli):
         self.fail_with(64, ["--save-every", "--save-dir"], *self.train(save_every=1))
         self.fail_with(64, ["--lr"], *self.train(), "--lr")
         self.fail_with(64, ["--steps"], *self.train(), "--steps", 3)
+
+    def test_memory(self):
+        """One line on what is needed, free and possible, then the plan's table."""
+        result = self.run_program(*self.train(micro_batch_size=2**31 - 1))
+        self.assertEqual(result.returncode, 71, result.stdout + result.stderr)
+        first, *table = result.stderr.strip().splitlines()
+        words = r"error: memory: the plan needs \S+ TiB, CPU .* has \S+ \wiB free of \S+ \wiB; "
+        self.assertRegex(first, words + r"the largest --micro-batch-size that fits is [1-9]\d*$")
+        for owner in ["activations", "weights", "device total"]:
+            self.assertEqual(len([x for x in table if x.strip().startswith(owner)]), 1, table)
 
     def test_config_file(self):
         config = self.dir / "run.toml"
@@ -107,6 +120,60 @@ class WrongInput(Cli):
                 self.assertEqual(path.read_bytes(), data)
             path.write_bytes(whole)
         self.succeed(*self.train(save_dir="run", steps=1, resume="must"))
+
+
+class Gpu(Cli):
+    """--device cuda where there is no GPU, and its plan, which needs none."""
+
+    def setUp(self):
+        super().setUp()
+        (self.dir / "text.txt").write_text(TEXT)
+        self.cuda = "libcudart" in subprocess.run(["ldd", BIN / "train_gpt"], capture_output=True,
+                                                  text=True).stdout
+
+    def test_plan(self):
+        args = ["--plan", "--device", "cuda", "--model", "gpt2:124M", "--micro-batch-size", 8]
+        if not self.cuda:
+            self.fail_with(71, ["built without CUDA", "cmake --preset cuda"], *args)
+            return
+        # Nothing of a driver may be asked for: with this one every call would fail.
+        plans = [self.succeed(*args, env=self.with_driver(code)).stdout for code in ["", BROKEN]]
+        self.assertEqual(plans[0], plans[1])
+        self.assertIn("bf16 on a GPU", plans[0])
+        bytes_of = {line.split()[0]: int(line.split()[-2]) for line in plans[0].splitlines()
+                    if line.startswith("  ") and line.endswith(" B")}
+        self.assertEqual(bytes_of["gradients"], 2 * bytes_of["weights"])
+        self.assertGreater(bytes_of["workspace"], 0)
+        self.fail_with(64, ["--dtype", "fp64"], *args, "--dtype", "fp64")
+
+    def test_no_gpu(self):
+        args = ["--device", "cuda", "--data", "text.txt", "--model", "gpt2:d2x32", "--steps", 1]
+        if not self.cuda:
+            self.fail_with(71, ["--device cuda", "built without CUDA", "--device cpu"], *args)
+            return
+        for code, words in [("", ["no NVIDIA driver", "CUDA 13"]),
+                            (OLD, ["CUDA 12.4", "CUDA 13", "update the driver"]),
+                            (BROKEN, ["NVIDIA driver"])]:
+            self.fail_with(71, ["--device cuda", "--device cpu"] + words, *args,
+                           env=self.with_driver(code))
+        self.succeed(*args[2:], env=self.with_driver(OLD))  # auto goes on without
+
+    def with_driver(self, code):
+        """An environment in which the NVIDIA driver's library is this C code; "" = not there."""
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.dir))
+        source, library = folder / "driver.c", folder / "libcuda.so.1"
+        source.write_text(code)
+        if code:
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        else:
+            library.write_text("")  # found first, and no library
+        paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
+        return dict(os.environ, LD_LIBRARY_PATH=":".join(filter(None, paths)))
+
+
+# Drivers that the CUDA runtime can ask for their version, and no more.
+OLD = "int cuDriverGetVersion(int *v) { *v = 12040; return 0; }\n"
+BROKEN = "int cuDriverGetVersion(int *v) { *v = 13000; return 0; }\n"
 
 
 class FirstMinutes(Cli):

@@ -1,0 +1,133 @@
+// Memory that is not there, and the plan of a GPU on a machine without one.
+#include <functional>
+
+#include "engine/log.h"
+#include "kernels/cpu/cpu.h"
+#include "test/engine/tiny.h"
+
+using namespace torus;
+using namespace torus::test;
+
+namespace {
+
+// The CPU, which says of its memory what it is told to.
+struct WatchedDevice : CpuDevice {
+    int64_t total_bytes() const override { return total; }
+    int64_t free_bytes() const override { return free; }
+    void* allocate(Memory memory, int64_t bytes) override {
+        if (memory == Memory::device && bytes > granted) fail(Exit::out_of_memory, "taken");
+        return CpuDevice::allocate(memory, bytes);
+    }
+
+    int64_t total = int64_t(1) << 40, free = total, granted = total;
+};
+
+struct WatchedKernels : CpuKernels<double> {
+    WatchedKernels() : CpuKernels<double>(CpuOptions{}) {}
+    Device& device() override { return watched; }
+    WatchedDevice watched;
+};
+
+struct Watched {
+    explicit Watched(int64_t B) {
+        machine = std::make_unique<Machine>(kernels, model, family(model.family), settings,
+                                            Machine::Options{.B = B, .S = 16});
+    }
+    WatchedKernels kernels;
+    ModelConfig model = tiny_config("llama");
+    Config settings;
+    std::unique_ptr<Machine> machine;
+};
+
+Error error_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const Error& e) {
+        return e;
+    }
+    return Error(Exit::ok, "");
+}
+
+bool holds(const Error& e, const std::string& part) {
+    return std::string(e.what()).find(part) != std::string::npos;
+}
+
+std::string first_line(const Error& e) {
+    const std::string text = e.what();
+    return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+TEST_CASE("a plan that does not fit says what is free and the largest batch that fits") {
+    constexpr int64_t wanted = 64;
+    Watched t(wanted);
+    const int64_t needed = t.machine->device_bytes();
+    for (const int64_t fits : {1, 2, 17, 62, 63}) {
+        const int64_t room = Watched(fits).machine->device_bytes();
+        REQUIRE_TRUE(room < Watched(fits + 1).machine->device_bytes());
+        for (const bool crowded : {false, true}) {
+            t.kernels.watched.free = room;
+            t.kernels.watched.total = crowded ? needed : needed - 1;
+            const Error e = error_of([&] { t.machine->allocate(); });
+            INFO(e.what());
+            EXPECT(e.code == Exit::out_of_memory);
+            EXPECT(first_line(e).ends_with(
+                concat("the largest --micro-batch-size that fits is ", fits)));
+            EXPECT(holds(e, human_bytes(needed) + ", CPU"));
+            EXPECT(holds(e, concat(human_bytes(room), " free of ")));
+            EXPECT(holds(e, "the programs that use the rest") == crowded);
+            EXPECT(holds(e, "\n  activations "));
+            EXPECT(holds(e, concat(needed, " B")));
+        }
+    }
+    EXPECT_EQ(t.kernels.watched.allocated(Memory::device), 0);
+    t.kernels.watched.free = Watched(1).machine->device_bytes() - 1;
+    const Error none = error_of([&] { t.machine->allocate(); });
+    EXPECT(first_line(none).ends_with("or --recompute full"));
+    t.kernels.watched.free = t.kernels.watched.total = needed;
+    t.kernels.watched.granted = needed - 1;  // another program took some since `free` was read
+    const Error late = error_of([&] { t.machine->allocate(); });
+    EXPECT(late.code == Exit::out_of_memory);
+    EXPECT_EQ(first_line(late), "taken");
+    EXPECT(holds(late, concat(needed, " B")));
+    t.kernels.watched.granted = needed;
+    t.machine->allocate();
+    t.machine->check_high_water();
+}
+
+#ifdef TORUS_HAVE_CUDA
+TEST_CASE("a GPU's plan needs no GPU: the same tensors, in the types of a GPU") {
+    const ModelConfig model = model_preset("gpt2:124M");
+    const Config c;
+    const auto gpu = make_cuda_planner(DType::bf16), single = make_cuda_planner(DType::f32);
+    const auto cpu = make_cpu_kernels(DType::f32);
+    auto plan = [&](Kernels& k, int64_t B) {
+        return std::make_unique<Machine>(k, model, family(model.family), c,
+                                         Machine::Options{.B = B, .S = 1024, .sample_context = 64});
+    };
+    const auto half = plan(*gpu, 8), full = plan(*single, 8), host = plan(*cpu, 8);
+    const int64_t n = half->params.elements();
+    EXPECT(n >= parameter_count(model));
+    auto line = [](int64_t bytes) { return concat(" ", bytes, " B"); };
+    // bf16: 2 bytes of weights, 4 of master, m, v and gradient each.
+    EXPECT(half->table().find(line(2 * n)) != std::string::npos);
+    EXPECT(half->table().find(line(4 * n)) != std::string::npos);
+    EXPECT(half->device_bytes() < full->device_bytes());
+    EXPECT(full->device_bytes() > host->device_bytes());  // by the workspace
+    EXPECT(plan(*gpu, 9)->device_bytes() > half->device_bytes());
+    const Error e = error_of([&] { gpu->device().allocate(Memory::device, 1); });
+    EXPECT(e.code == Exit::internal);
+    EXPECT(error_of([] { make_cuda_planner(DType::f64); }).code == Exit::usage);
+}
+#else
+TEST_CASE("a build without CUDA says so, also for a plan") {
+    for (const Error& e : {error_of([] { make_cuda_planner(DType::bf16); }),
+                           error_of([] { make_cuda_kernels(DType::bf16, 0); })}) {
+        INFO(e.what());
+        EXPECT(e.code == Exit::no_device);
+        EXPECT(holds(e, "built without CUDA"));
+        EXPECT(holds(e, "cmake --preset cuda"));
+    }
+}
+#endif
