@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 
 #include "engine/options.h"
@@ -163,12 +164,40 @@ void check_device(const Config& c) {
             "--plain-matmul: is for the CPU; give --device cpu or leave it out");
 }
 
+void check_profile(const Config& c) {
+    profiled_steps(c);
+    require(c.profile_steps.empty() || c.device != "cpu", Exit::usage,
+            "--profile-steps: ", excerpt(c.profile_steps),
+            " tells the profiler of a GPU when to record; give --device cuda or leave it out");
+    require(c.profile_steps.empty() || (c.generate.empty() && c.verify.empty()), Exit::usage,
+            "--profile-steps: ", excerpt(c.profile_steps), " counts the steps of training; leave ",
+            "it out with --generate and --verify");
+}
+
 }  // namespace
+
+StepRange profiled_steps(const Config& c) {
+    const std::string& text = c.profile_steps;
+    if (text.empty()) return {};
+    StepRange r;
+    const char* const end = text.data() + text.size();
+    const auto [colon, first_error] = std::from_chars(text.data(), end, r.first);
+    bool valid = first_error == std::errc() && colon != end && *colon == ':';
+    if (valid) {
+        const auto [stop, last_error] = std::from_chars(colon + 1, end, r.last);
+        valid = last_error == std::errc() && stop == end;
+    }
+    require(valid && 1 <= r.first && r.first <= r.last && r.last <= c.steps, Exit::usage,
+            "--profile-steps: ", excerpt(text), " is not a range of steps; give A:B with 1 <= A ",
+            "<= B <= ", c.steps, " (--steps)");
+    return r;
+}
 
 void check_relations(const Config& c) {
     check_batch(c);
     check_schedule(c);
     check_device(c);
+    check_profile(c);
     const int modes = int(c.plan) + int(!c.generate.empty()) + int(!c.verify.empty());
     require(modes <= 1, Exit::usage,
             "--plan, --generate and --verify: each is a run of its own; give one of them");

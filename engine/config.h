@@ -59,6 +59,7 @@ struct Config {
     std::string generate;       // prompt: sample from the model and stop
     std::string verify;         // reference folder: compare and stop
     std::string log_dir;        // JSON lines; empty = none
+    std::string profile_steps;  // "A:B", see profiled_steps(); empty = none
     bool plain_matmul = false;  // CPU: loops instead of BLAS, the same bits on every machine
 
     // The flags and file keys that were given explicitly, e.g. "lr".
@@ -70,6 +71,12 @@ struct Config {
 // line), what was found, what is allowed, and for an unknown flag the nearest known one. Returns
 // false when there is nothing to run (--help was printed).
 bool parse_config(int argc, const char* const* argv, Config& out);
+
+// Steps first to last, counted from 1 as in the log, that a profiler records; 0 = none.
+struct StepRange {
+    int64_t first = 0, last = 0;
+};
+StepRange profiled_steps(const Config&);  // Error(usage) when --profile-steps is not within --steps
 
 // The configuration as TOML, readable by --config; also written next to each log.
 std::string to_toml(const Config&);

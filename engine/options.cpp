@@ -140,6 +140,8 @@ std::vector<Option> output_options() {
         {"generate", g, "TEXT", "continue this text and stop", &C::generate},
         {"verify", g, "DIR", "compare with a reference folder and stop", &C::verify},
         {"log-dir", g, "DIR", "write log.jsonl there, one record a step", &C::log_dir},
+        {"profile-steps", g, "A:B", "steps that a profiler of GPUs records; see scripts/profile.sh",
+         &C::profile_steps},
     };
 }
 // clang-format on

@@ -85,6 +85,9 @@ Setup make_setup(const Config& c, int gpu) {
     Setup s;
     const std::string device = resolve_device(c);
     const DType dtype = resolve_dtype(c, device);
+    require(
+        c.profile_steps.empty() || device == "cuda", Exit::no_device,
+        "--profile-steps: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
 
     if (is_preset(c.model)) {
         s.model = model_preset(c.model);

@@ -95,6 +95,7 @@ Ctx Step::context(Stream& s, bool recompute) const {
 
 // This rank's tokens of every sequence, in the order its placement holds them.
 void Step::upload(Stream& s, const Batch& batch) {
+    const ProfileRange data(k_.device(), "data");
     CHECK(batch.B == o_.B && batch.T == o_.S, ": batch of ", batch.B, " x ", batch.T, ", step of ",
           o_.B, " x ", o_.S);
     seq_.set_documents(o_.document_mask ? batch.first_key.data() : nullptr);
@@ -127,9 +128,11 @@ void Step::attention_forward(Stream& s, int64_t l) {
 }
 
 void Step::run_forward(Stream& s) {
+    const ProfileRange forward(k_.device(), "forward");
     Ctx ctx = context(s, false);
     family_.embed(ctx, params_.embed().w, ids_.view({rows()}), acts_.x(0));
     for (int64_t l = 0; l < model_.L; ++l) {
+        const ProfileRange layer(k_.device(), "layer", l);
         const TensorMap& w = params_.layer(l).w;
         family_.pre(ctx, w, acts_.block(l), acts_.x(l));
         attention_forward(s, l);
@@ -138,6 +141,7 @@ void Step::run_forward(Stream& s) {
 }
 
 void Step::run_head(Stream& s, double dloss, bool backward, Tensor logits) {
+    const ProfileRange range(k_.device(), "head");
     Ctx ctx = context(s, false);
     const Component& head = params_.head();
     Head::run(ctx, family_, head.w, head.dw, *device_,
@@ -161,9 +165,11 @@ void Step::restore(Stream& s, int64_t l) {
 }
 
 void Step::run_backward(Stream& s) {
+    const ProfileRange backward(k_.device(), "backward");
     Ctx ctx = context(s, false);
     const Shape heads{o_.B, T_, model_.H, model_.D};
     for (int64_t l = model_.L - 1; l >= 0; --l) {
+        const ProfileRange layer(k_.device(), "layer", l);
         const TensorMap& a = acts_.block(l);
         Component& c = params_.layer(l);
         restore(s, l);

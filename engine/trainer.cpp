@@ -149,6 +149,7 @@ void Trainer::resume_or_start() {
 
 // Sequence n of the run goes to the same step for every number of ranks.
 int64_t Trainer::read_batches() {
+    const ProfileRange data(setup_.kernels->device(), "data");
     const int64_t B = c_.micro_batch_size, together = B * world_.dp();
     int64_t first = state_.next_sequence + world_.dp_rank() * B, valid = 0;
     for (Batch& b : batches_) {
@@ -165,13 +166,17 @@ void Trainer::train_step(int64_t step) {
     Machine& m = *machine_;
     Kernels& k = m.kernels();
     Stream& s = m.stream();
+    const ProfileRange range(k.device(), "step", step + 1);
     k.device().record(begin_[step % 2], s);
     const int64_t valid = read_batches();
     const double lr = learning_rate(c_, step);
     k.fill(s, m.step->loss_sum(), 0);
     for (const Batch& b : batches_) m.step->forward_backward(s, b, valid ? 1 / double(valid) : 0);
     world_.data().all_reduce(s, m.step->loss_sum());
-    if (valid) m.optimizer->step(s, lr);  // nothing is learnt from no targets
+    if (valid) {  // nothing is learnt from no targets
+        const ProfileRange optimizer(k.device(), "optimizer");
+        m.optimizer->step(s, lr);
+    }
 
     auto next = std::make_unique<Pending>();
     next->slot = int(step % 2);
@@ -266,9 +271,15 @@ Exit Trainer::train() {
     watch_signals();
     const int64_t begin = state_.step;
     if (begin >= c_.steps) world_.say("nothing to do: ", begin, " steps are done");
+    const StepRange profiled = profiled_steps(c_);
+    require(profiled.first == 0 || profiled.first > begin, Exit::usage,
+            "--profile-steps: ", c_.profile_steps, " begins before step ", begin + 1,
+            ", with which this run goes on; ", "give steps from there to ", c_.steps);
     for (int64_t step = begin; step < c_.steps; ++step) {
         world_.allow(c_.timeout, concat("step ", step + 1));
+        if (step + 1 == profiled.first) setup_.kernels->device().start_profiler();
         train_step(step);
+        if (step + 1 == profiled.last) setup_.kernels->device().stop_profiler();
         if (step == begin) machine_->check_high_water();
         const bool stop = world_.size() > 1 ? world_.any(stop_requested()) : stop_requested() != 0;
         if (stop) request_stop();  // a signal to any rank stops all of them after the same step

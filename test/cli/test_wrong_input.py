@@ -37,6 +37,12 @@ class WrongInput(Cli):
         self.fail_with(64, ["--lr"], *self.train(), "--lr")
         self.fail_with(64, ["--steps"], *self.train(), "--steps", 3)
 
+    def test_profile_steps(self):
+        for value in ["0:1", "2:1", "1:3", "2", "a:b", "1:2:3"]:
+            self.fail_with(64, ["--profile-steps", "A:B", "--steps"],
+                           *self.train(device=None, profile_steps=value))
+        self.fail_with(64, ["--profile-steps", "--device cuda"], *self.train(profile_steps="1:2"))
+
     def test_memory(self):
         """One line on what is needed, free and possible, then the plan's table."""
         result = self.run_program(*self.train(micro_batch_size=2**31 - 1))
@@ -156,6 +162,8 @@ class Gpu(Cli):
                             (BROKEN, ["NVIDIA driver"])]:
             self.fail_with(71, ["--device cuda", "--device cpu"] + words, *args,
                            env=self.with_driver(code))
+        self.fail_with(71, ["--profile-steps", "no NVIDIA driver"], "--profile-steps", "1:1", *args[2:],
+                       env=self.with_driver(""))
         self.succeed(*args[2:], env=self.with_driver(OLD))  # auto goes on without
 
     def with_driver(self, code):

@@ -66,6 +66,7 @@ std::string other_value(const Option& o) {
     const Config defaults;
     const std::string now = show_option(o, defaults);
     if (std::string(o.name) == "global-batch-tokens") return "8192";
+    if (std::string(o.name) == "profile-steps") return "3:7";
     for (const char* word : o.allowed)
         if (word != now) return word;
     if (std::holds_alternative<std::string Config::*>(o.member))
@@ -297,6 +298,11 @@ TEST_CASE("config: relations between values") {
     usage({"--device", "cpu", "--dtype", "bf16"}, "--dtype: bf16");
     usage({"--device", "cuda", "--plain-matmul"}, "--plain-matmul");
     usage({"--device", "cpu", "--tune-matmul", "file"}, "--tune-matmul");
+    for (const char* range : {"0:1", "2:1", "1:11", "a:b", "1", "1:", ":2", "1:2:3", "1.0:2", "1-2",
+                              "-1:2", " 1:2", "1:99999999999999999999"})
+        usage({"--steps", "10", "--profile-steps", range}, "give A:B with 1 <= A <= B <= 10");
+    usage({"--device", "cpu", "--profile-steps", "2:2"}, "--profile-steps: \"2:2\"");
+    usage({"--generate", "x", "--profile-steps", "2:2"}, "--profile-steps: \"2:2\"");
     usage({"--plan", "--verify", "x"}, "give one of them");
     usage(
         {"--lr-schedule", "wsd", "--steps", "10", "--warmup-steps", "6", "--decay-fraction", "0.5"},

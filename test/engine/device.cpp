@@ -1,4 +1,5 @@
-// Memory that is not there, and the plan of a GPU on a machine without one.
+// What the engine asks of a device besides work: the ranges that profilers show, memory that is
+// not there, and the plan of a GPU on a machine without one.
 #include <functional>
 
 #include "engine/log.h"
@@ -10,8 +11,12 @@ using namespace torus::test;
 
 namespace {
 
-// The CPU, which says of its memory what it is told to.
+// The CPU, which notes ranges and says of its memory what it is told to.
 struct WatchedDevice : CpuDevice {
+    void push_range(const char* name, int64_t number) override {
+        ranges += concat(name, number < 0 ? "" : concat(" ", number), "(");
+    }
+    void pop_range() override { ranges += ")"; }
     int64_t total_bytes() const override { return total; }
     int64_t free_bytes() const override { return free; }
     void* allocate(Memory memory, int64_t bytes) override {
@@ -19,6 +24,7 @@ struct WatchedDevice : CpuDevice {
         return CpuDevice::allocate(memory, bytes);
     }
 
+    std::string ranges;
     int64_t total = int64_t(1) << 40, free = total, granted = total;
 };
 
@@ -58,6 +64,21 @@ std::string first_line(const Error& e) {
 }
 
 }  // namespace
+
+TEST_CASE("the parts of a step are ranges that nest") {
+    Watched t(2);
+    Machine& m = *t.machine;
+    m.allocate();
+    initialize(m.params, t.kernels, m.stream(), 7);
+    std::string& ranges = t.kernels.watched.ranges;
+    ranges.clear();
+    const Batch b = random_batch(t.model, 2, 16, 1);
+    m.step->forward_backward(m.stream(), b, 1);
+    EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()backward(layer 1()layer 0())");
+    ranges.clear();
+    m.step->forward(m.stream(), b);
+    EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()");
+}
 
 TEST_CASE("a plan that does not fit says what is free and the largest batch that fits") {
     constexpr int64_t wanted = 64;
