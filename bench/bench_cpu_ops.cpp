@@ -156,7 +156,7 @@ void bench_matmul(Kernels& k, Table& table, const char* suffix, int64_t N, int64
     table.flops(name("matmul_backward_input").c_str(), shape, flops,
                 [&] { k.matmul_backward_input(s, dx, out, w, false); });
     table.flops(name("matmul_backward_weight").c_str(), shape, flops,
-                [&] { k.matmul_backward_weight(s, dw, db, out, x); });
+                [&] { k.matmul_backward_weight(s, dw, db, out, x, true); });
 }
 
 void bench_attention(Kernels& k, Table& table, int64_t B, int64_t T, int64_t H, int64_t Hk,

@@ -250,9 +250,9 @@ void matmul(Bench& b, const MatmulShape& s) {
     b.flops(label("matmul_backward_input", shape), count,
             [&] { k.matmul_backward_input(b.stream, dx, out, w, false); });
     b.flops(label("matmul_backward_weight", shape), count,
-            [&] { k.matmul_backward_weight(b.stream, dw, {}, out, x); });
+            [&] { k.matmul_backward_weight(b.stream, dw, {}, out, x, true); });
     b.flops(label("matmul_backward_weight + bias", shape), count,
-            [&] { k.matmul_backward_weight(b.stream, dw, db, out, x); });
+            [&] { k.matmul_backward_weight(b.stream, dw, db, out, x, true); });
 }
 
 void attention(Bench& b, int64_t B, int64_t T, int64_t H, int64_t Hk, int64_t D, bool hopper) {

@@ -16,7 +16,7 @@ EvalResult evaluate(Machine& m, World& world, const Loader& loader, int64_t B, i
     const int64_t all = std::max<int64_t>(1, loader.sequences() / together);
     EvalResult result;
     Batch batch;
-    m.kernels().fill(m.stream(), m.step->loss_sum(), 0);
+    m.step->begin(m.stream());
     for (int64_t i = 0; i < std::min(batches, all); ++i) {
         loader.read(i * together + world.dp_rank() * B, B, batch);
         m.step->forward(m.stream(), batch);

@@ -44,7 +44,6 @@ void Optimizer::step(Stream& s, double lr, double unscale) {
                          .weight_decay = r.weight_decay});
         }
     }
-    k_.fill(s, p.gradients, 0);
 }
 
 }  // namespace torus

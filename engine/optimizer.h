@@ -13,9 +13,8 @@ public:
     Optimizer(Kernels&, Parameters&, const Config&, Comm* all = nullptr);
     void plan(Layout&) const;  // owner "optimizer/"
     void bind(const Arena&);
-    // Sum over ranks, norm, clip, update at learning rate `lr`, then clears the gradients for the
-    // next step. `unscale` is multiplied into every gradient first (fp16 loss scaling; 1
-    // otherwise).
+    // Sum over ranks, norm, clip, update at learning rate `lr`. `unscale` is multiplied into every
+    // gradient first (fp16 loss scaling; 1 otherwise).
     void step(Stream&, double lr, double unscale = 1);
 
 private:

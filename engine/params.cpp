@@ -125,6 +125,13 @@ void Parameters::bind(const Arena& arena, bool train) {
     }
 }
 
+void Parameters::clear_sums(Kernels& k, Stream& s) {
+    for (const Component& c : components_) {
+        const int64_t begin = &c == &components_.front() ? c.begin : c.decay_end;
+        k.fill(s, gradients.rows(begin, c.end - begin), 0);
+    }
+}
+
 Tensor Parameters::part(const Tensor& flat, const Param& p) const {
     return range(flat, p.offset, p.spec.shape.numel()).view(p.spec.shape);
 }

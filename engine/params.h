@@ -47,6 +47,9 @@ public:
     Tensor weights, gradients, master, m, v;
     Tensor control;  // f64 (4), see Kernels::grad_control
 
+    // Zeroes the gradients that a backward pass only adds to: all but those of the layers' and the
+    // head's matrices, which their products overwrite. (A tied head adds to the embedding's.)
+    void clear_sums(Kernels&, Stream&);
     // A parameter's part of one of the arrays.
     Tensor part(const Tensor& flat, const Param& p) const;
 

@@ -135,7 +135,7 @@ void Machine::allocate() {
     }
     if (optimizer) {
         optimizer->bind(device_arena_);
-        k_.fill(stream_, params.gradients, 0);
+        k_.fill(stream_, params.gradients, 0);  // the gaps between tensors stay so
     }
     if (sampler) sampler->bind(device_arena_);
     device.freeze();

@@ -90,7 +90,8 @@ Ctx Step::context(Stream& s, bool recompute) const {
             .T = T_,
             .pos = pos_.view({rows()}),
             .rope = rope_,
-            .recompute = recompute};
+            .recompute = recompute,
+            .accumulate = accumulate_};
 }
 
 // This rank's tokens of every sequence, in the order its placement holds them.
@@ -191,11 +192,18 @@ void Step::run_backward(Stream& s) {
     family_.embed_backward(ctx, params_.embed().dw, ids_.view({rows()}), acts_.dx());
 }
 
+void Step::begin(Stream& s) {
+    k_.fill(s, loss_sum_, 0);
+    accumulate_ = false;
+}
+
 void Step::forward_backward(Stream& s, const Batch& batch, double dloss, Tensor logits) {
+    if (!accumulate_) params_.clear_sums(k_, s);
     upload(s, batch);
     run_forward(s);
     run_head(s, dloss, true, logits);
     run_backward(s);
+    accumulate_ = true;
 }
 
 void Step::forward(Stream& s, const Batch& batch) {

@@ -32,6 +32,9 @@ public:
     void bind(const Arena& device, const Arena& pinned);
     void prepare(Stream&);  // after bind: builds the RoPE table
 
+    // Starts an optimizer step or an evaluation: loss_sum() is 0, and the next forward_backward
+    // starts the gradients anew.
+    void begin(Stream&);
     // Adds d(dloss * sum of token losses)/d(weights) to the gradients, and the sum of token losses
     // to loss_sum(). `logits`, (N,V) act, is written when given.
     void forward_backward(Stream&, const Batch&, double dloss, Tensor logits = {});
@@ -65,6 +68,7 @@ private:
     Tensor rope_, losses_, loss_sum_;
     Event uploaded_;
     bool in_flight_ = false;
+    bool accumulate_ = false;  // gradients of earlier micro-batches are there
 };
 
 }  // namespace torus

@@ -233,7 +233,7 @@ void compare_logits(Machine& m, const Reference& r, Report& report) {
 }
 
 double run_batch(Machine& m, const Reference& r, Tensor logits) {
-    m.kernels().fill(m.stream(), m.step->loss_sum(), 0);
+    m.step->begin(m.stream());
     const double valid = double(std::max<int64_t>(1, r.batch.valid));
     m.step->forward_backward(m.stream(), r.batch, 1 / valid, logits);
     return read_f64(m, m.step->loss_sum()) / valid;
@@ -286,7 +286,6 @@ bool verify(const Config& c) {
     report.add("loss", loss, 1e-10, {"loss"}, 2);
     compare_logits(m, r, report);
     compare_parameters(m, m.params.gradients, r, "grad.", report, 1e-9);
-    m.kernels().fill(m.stream(), m.params.gradients, 0);
     compare_steps(m, r, report);
     std::printf("verify %s: %s\n", c.verify.c_str(), report.passed() ? "passed" : "FAILED");
     return report.passed();

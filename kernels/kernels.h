@@ -137,8 +137,10 @@ struct Kernels {
                                      Tensor bias);
     virtual void matmul_gelu_backward_input(Stream&, Tensor dpre, Tensor dout, Tensor w,
                                             Tensor pre);
-    // dw grad (O,C) += dout^T x; db grad (O) += column sums of dout (optional). (pitched): dout, x
-    virtual void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) = 0;
+    // dw grad (O,C) = dout^T x, with `accumulate` +=; db grad (O) += column sums of dout
+    // (optional). (pitched): dout, x
+    virtual void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x,
+                                        bool accumulate) = 0;
 
     // --- activations ----------------------------------------------------------------------------
     // GELU, tanh form (Hendrycks & Gimpel 2016). out, x act, any shape

@@ -112,16 +112,17 @@ public:
         Kernels& k = ctx.k;
         Stream& s = ctx.stream;
         // MLP; dx is dy (N,C)
-        k.matmul_backward_weight(s, dw["fcproj_w"], dw["fcproj_b"], dx, a["fc_gelu"]);
+        k.matmul_backward_weight(s, dw["fcproj_w"], dw["fcproj_b"], dx, a["fc_gelu"],
+                                 ctx.accumulate);
         const Tensor dfc = a["fc_gelu"];  // (N,F)
         k.matmul_gelu_backward_input(s, dfc, dx, w["fcproj_w"], a["fc"]);
-        k.matmul_backward_weight(s, dw["fc_w"], dw["fc_b"], dfc, a["ln2"]);
+        k.matmul_backward_weight(s, dw["fc_w"], dw["fc_b"], dfc, a["ln2"], ctx.accumulate);
         const Tensor dln2 = a["ln2"];  // (N,C)
         k.matmul_backward_input(s, dln2, dfc, w["fc_w"], false);
         k.layernorm_backward(s, dx, dw["ln2_w"], dw["ln2_b"], dln2, a["x_mid"], w["ln2_w"],
                              a["ln2_mean"], a["ln2_rstd"]);
         // attention's projection; dx is now the gradient at x_mid, and at x by the residual path
-        k.matmul_backward_weight(s, dw["proj_w"], dw["proj_b"], dx, a["o"]);
+        k.matmul_backward_weight(s, dw["proj_w"], dw["proj_b"], dx, a["o"], ctx.accumulate);
         k.matmul_backward_input(s, a["do"], dx, w["proj_w"], false);  // (N,C)
     }
 
@@ -129,7 +130,7 @@ public:
                       Tensor x, Tensor dx) const override {
         Kernels& k = ctx.k;
         Stream& s = ctx.stream;
-        k.matmul_backward_weight(s, dw["qkv_w"], dw["qkv_b"], a["dqkv"], a["ln1"]);
+        k.matmul_backward_weight(s, dw["qkv_w"], dw["qkv_b"], a["dqkv"], a["ln1"], ctx.accumulate);
         const Tensor dln1 = a["ln1"];  // (N,C)
         k.matmul_backward_input(s, dln1, a["dqkv"], w["qkv_w"], false);
         k.layernorm_backward(s, dx, dw["ln1_w"], dw["ln1_b"], dln1, x, w["ln1_w"], a["ln1_mean"],

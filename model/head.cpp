@@ -36,6 +36,9 @@ void Head::run(Ctx& ctx, const Family& family, const TensorMap& w, const TensorM
     const Tensor weight = w[name];  // (Vp,C)
     const int64_t N = io.x.dim(0), chunk = arena["head/logits"].dim(0);
     if (io.dx) k.fill(s, io.dx, 0);  // the norm's backward adds
+    // A tied head adds to the embedding's gradient, to which the embedding's backward adds too.
+    bool accumulate = c.tied || ctx.accumulate;
+    if (io.dx && N == 0 && !accumulate) k.fill(s, dw[name], 0);
 
     for (int64_t begin = 0; begin < N; begin += chunk) {
         const int64_t n = std::min(chunk, N - begin);
@@ -53,7 +56,8 @@ void Head::run(Ctx& ctx, const Family& family, const TensorMap& w, const TensorM
         k.classifier(s, io.loss.rows(begin, n), logits, dlogits, targets, c.V, io.dloss);
         if (!io.dx) continue;
 
-        k.matmul_backward_weight(s, dw[name], Tensor(), dlogits, normed);
+        k.matmul_backward_weight(s, dw[name], Tensor(), dlogits, normed, accumulate);
+        accumulate = true;
         const Tensor dnormed = normed;
         k.matmul_backward_input(s, dnormed, dlogits, weight, false);
         family.final_norm_backward(ctx, w, dw, io.dx.rows(begin, n), dnormed, x, mean, rstd);

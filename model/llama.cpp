@@ -105,17 +105,18 @@ public:
         Kernels& k = ctx.k;
         Stream& s = ctx.stream;
         // MLP; dx is dy (N,C)
-        k.matmul_backward_weight(s, dw["down_w"], Tensor(), dx, a["act"]);
+        k.matmul_backward_weight(s, dw["down_w"], Tensor(), dx, a["act"], ctx.accumulate);
         const Tensor dact = a["act"];  // (N,F)
         k.matmul_backward_input(s, dact, dx, w["down_w"], false);
         const Tensor dgate_up = a["gate_up"];  // (N,2F)
         k.swiglu_backward(s, dgate_up, dact, a["gate_up"]);
-        k.matmul_backward_weight(s, dw["gate_up_w"], Tensor(), dgate_up, a["norm2"]);
+        k.matmul_backward_weight(s, dw["gate_up_w"], Tensor(), dgate_up, a["norm2"],
+                                 ctx.accumulate);
         const Tensor dnorm2 = a["norm2"];  // (N,C)
         k.matmul_backward_input(s, dnorm2, dgate_up, w["gate_up_w"], false);
         k.rmsnorm_backward(s, dx, dw["norm2_w"], dnorm2, a["x_mid"], w["norm2_w"], a["norm2_rstd"]);
         // attention's projection; dx is now the gradient at x_mid, and at x by the residual path
-        k.matmul_backward_weight(s, dw["proj_w"], Tensor(), dx, a["o"]);
+        k.matmul_backward_weight(s, dw["proj_w"], Tensor(), dx, a["o"], ctx.accumulate);
         k.matmul_backward_input(s, a["do"], dx, w["proj_w"], false);  // (N,H*D)
     }
 
@@ -125,7 +126,8 @@ public:
         Stream& s = ctx.stream;
         const Tensor dqkv = a["dqkv"];  // (N,(H+2Hk)D)
         k.rope_backward(s, rotated_heads(ctx.model, dqkv), ctx.pos, ctx.rope);
-        k.matmul_backward_weight(s, dw["qkv_w"], dw.find("qkv_b"), dqkv, a["norm1"]);
+        k.matmul_backward_weight(s, dw["qkv_w"], dw.find("qkv_b"), dqkv, a["norm1"],
+                                 ctx.accumulate);
         const Tensor dnorm1 = a["norm1"];  // (N,C)
         k.matmul_backward_input(s, dnorm1, dqkv, w["qkv_w"], false);
         k.rmsnorm_backward(s, dx, dw["norm1_w"], dnorm1, x, w["norm1_w"], a["norm1_rstd"]);

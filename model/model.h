@@ -96,6 +96,7 @@ struct Ctx {
     Tensor pos;              // i32 (N) global positions
     Tensor rope;             // stat (P, R/2, 2); absent for learned positions
     bool recompute = false;  // post stops before its last matmul: only backward's inputs matter
+    bool accumulate = true;  // matmul weights' gradients: added to what is there, or overwritten
 };
 
 // Views of a packed QKV matrix (N, (H+2Hk)D).

@@ -74,7 +74,8 @@ public:
     void matmul_forward(Stream&, Tensor out, Tensor x, Tensor w, Tensor bias,
                         Tensor residual) override;
     void matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tensor w, bool accumulate) override;
-    void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) override;
+    void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x,
+                                bool accumulate) override;
     void gelu_forward(Stream&, Tensor out, Tensor x) override;
     void gelu_backward(Stream&, Tensor dx, Tensor dout, Tensor x) override;
     void swiglu_forward(Stream&, Tensor out, Tensor gate_up) override;

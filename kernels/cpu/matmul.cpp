@@ -143,7 +143,8 @@ void CpuKernels<T>::matmul_backward_input(Stream&, Tensor dx, Tensor dout, Tenso
 }
 
 template <class T>
-void CpuKernels<T>::matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) {
+void CpuKernels<T>::matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x,
+                                           bool accumulate) {
     expect_rank("matmul_backward_weight", "dout", dout, type, 2, true);
     expect_rank("matmul_backward_weight", "x", x, type, 2, true);
     const int64_t N = dout.dim(0), O = dout.dim(1), C = x.dim(1);
@@ -152,7 +153,7 @@ void CpuKernels<T>::matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor
     if (db) expect("matmul_backward_weight", "db", db, type, {O});
     const Product<T> product{
         O, C, N, matrix<T>(dout).t(), matrix<T>(x), dw.as<T>(), dw.pitch(0), options_.plain_matmul};
-    product.run([](int64_t, int64_t, int64_t) { return true; });
+    product.run([=](int64_t, int64_t, int64_t) { return accumulate; });
     if (!db) return;
     constexpr int64_t columns = 64;
     parallel_for((O + columns - 1) / columns, N * columns, [&](int64_t block) {
@@ -168,6 +169,6 @@ void CpuKernels<T>::matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor
 
 INSTANTIATE(matmul_forward, (Stream&, Tensor, Tensor, Tensor, Tensor, Tensor));
 INSTANTIATE(matmul_backward_input, (Stream&, Tensor, Tensor, Tensor, bool));
-INSTANTIATE(matmul_backward_weight, (Stream&, Tensor, Tensor, Tensor, Tensor));
+INSTANTIATE(matmul_backward_weight, (Stream&, Tensor, Tensor, Tensor, Tensor, bool));
 
 }  // namespace torus

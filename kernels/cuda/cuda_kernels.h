@@ -79,7 +79,8 @@ public:
                              Tensor bias) override;
     void matmul_gelu_backward_input(Stream&, Tensor dpre, Tensor dout, Tensor w,
                                     Tensor pre) override;
-    void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x) override;
+    void matmul_backward_weight(Stream&, Tensor dw, Tensor db, Tensor dout, Tensor x,
+                                bool accumulate) override;
 
     void gelu_forward(Stream&, Tensor out, Tensor x) override;
     void gelu_backward(Stream&, Tensor dx, Tensor dout, Tensor x) override;

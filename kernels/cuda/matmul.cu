@@ -446,14 +446,17 @@ void CudaKernels::matmul_gelu_backward_input(Stream& stream, Tensor dpre, Tensor
 }
 
 void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, Tensor dout,
-                                         Tensor x) {
+                                         Tensor x, bool accumulate) {
     const char* name = "matmul_backward_weight";
     const DType act = precision_.act;
     const int64_t O = dw.dim(0), C = dw.dim(1), N = as_matrix(x, name).rows;
-    if (N == 0) return;
     const Matrix md = matrix(dout, "matmul_backward_weight: dout", act, N, O);
     const Matrix mx = matrix(x, "matmul_backward_weight: x", act, N, C);
     expect(dw, "matmul_backward_weight: dw", DType::f32, O * C);
+    if (N == 0) {
+        if (!accumulate) fill(stream, dw, 0);
+        return;
+    }
     matmul_->run(name, stream,
                  {.in = act,
                   .out = DType::f32,
@@ -469,7 +472,7 @@ void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, T
                   .ldb = md.pitch,
                   .ldc = C,
                   .ldd = C,
-                  .beta = 1.0f});
+                  .beta = accumulate ? 1.0f : 0.0f});
     if (!db) return;
     expect(db, "matmul_backward_weight: db", DType::f32, O);
     bias_gradient(stream, db.as<float>(), md);

@@ -50,7 +50,7 @@ TEST_CASE("matmul beyond 2^31 elements" * doctest::skip()) {
     DeviceValue db(gpu, DType::f32, {O}, constant_values(O, 0));
     DeviceValue dw(gpu, DType::f32, {O, C}, constant_values(O * C, 0));
     gpu.k->matmul_forward(gpu.stream, out, x.tensor(), w.tensor(), {}, {});
-    gpu.k->matmul_backward_weight(gpu.stream, dw.tensor(), db.tensor(), out, x.tensor());
+    gpu.k->matmul_backward_weight(gpu.stream, dw.tensor(), db.tensor(), out, x.tensor(), true);
     DeviceValue last(gpu, DType::f32, {1, O});
     gpu.k->cast(gpu.stream, last.tensor(), out.rows(N - 1, 1));
     const std::vector<double> got = last.all(), xs = x.all(), ws = w.all(), sums = db.all();

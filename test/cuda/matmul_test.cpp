@@ -34,7 +34,7 @@ std::vector<double> products(Gpu& gpu) {
     for (int repeat = 0; repeat < 2; ++repeat) {
         gpu.k->matmul_forward(gpu.stream, out.tensor(), x.tensor(), w.tensor(), bias.tensor(),
                               out.tensor());
-        gpu.k->matmul_backward_weight(gpu.stream, dw.tensor(), {}, out.tensor(), x.tensor());
+        gpu.k->matmul_backward_weight(gpu.stream, dw.tensor(), {}, out.tensor(), x.tensor(), true);
     }
     std::vector<double> all = out.all(), more = dw.all();
     all.insert(all.end(), more.begin(), more.end());

@@ -61,7 +61,7 @@ Outcome train(World& world, const ModelConfig& model, const Case& l, const Batch
     Machine& m = *t.machine;
     Outcome out;
     for (int step = 0; step < steps; ++step) {
-        t.kernels->fill(m.stream(), m.step->loss_sum(), 0);
+        m.step->begin(m.stream());
         for (int64_t a = 0; a < l.accumulate; ++a)
             m.step->forward_backward(m.stream(),
                                      rows_of(whole, (a * world.dp() + world.dp_rank()) * B, B),

@@ -117,7 +117,7 @@ TEST_CASE("micro-batches add up to one batch") {
                 v = std::vector<int32_t>(v.begin() + b * S, v.begin() + (b + 1) * S);
             };
             row(part.ids), row(part.targets), row(part.pos), row(part.first_key);
-            sum_parts += parts.gradients(part, 1 / double(whole.valid));
+            sum_parts = parts.gradients(part, 1 / double(whole.valid), b == 0);
         }
         EXPECT(std::fabs(sum - sum_parts) <= 1e-12 * std::fabs(sum));
         const std::vector<double> a = copy_of(one.params().gradients);
@@ -128,6 +128,25 @@ TEST_CASE("micro-batches add up to one batch") {
             worst = std::max(worst, std::fabs(a[i] - b[i]));
         }
         EXPECT(worst <= 1e-12 * scale);
+    }
+}
+
+TEST_CASE("a step starts its gradients anew, whatever is there") {
+    for (const TinyModel& m : tiny_models()) {
+        INFO(m.name);
+        const Batch b = random_batch(m.config, B, S, 9);
+        TinyMachine t(m.config, {.B = B, .S = S});
+        t.gradients(b, 1);
+        const std::vector<double> want = copy_of(t.params().gradients);
+        for (const Component& c : t.params().components())
+            for (const Param& p : c.params)
+                t.kernels->fill(t.machine->stream(), t.params().part(t.params().gradients, p), NAN);
+        t.gradients(b, 1);
+        EXPECT(copy_of(t.params().gradients) == want);
+        t.gradients(b, 1, false);  // and adds to them from then on
+        const std::vector<double> twice = copy_of(t.params().gradients);
+        for (size_t i = 0; i < want.size(); ++i)
+            EXPECT(std::fabs(twice[i] - 2 * want[i]) <= 1e-12 * (1 + std::fabs(want[i])));
     }
 }
 

@@ -98,12 +98,13 @@ struct TinyMachine {
     Parameters& params() { return machine->params; }
 
     double loss(const Batch& b) {  // mean over valid targets
-        kernels->fill(machine->stream(), machine->step->loss_sum(), 0);
+        machine->step->begin(machine->stream());
         machine->step->forward(machine->stream(), b);
         return read_f64(*machine, machine->step->loss_sum()) / double(b.valid);
     }
-    double gradients(const Batch& b, double dloss) {  // adds to the gradients; sum of losses
-        kernels->fill(machine->stream(), machine->step->loss_sum(), 0);
+    // Sum of losses of this batch and, unless it is the `first`, of those before it.
+    double gradients(const Batch& b, double dloss, bool first = true) {
+        if (first) machine->step->begin(machine->stream());
         machine->step->forward_backward(machine->stream(), b, dloss);
         return read_f64(*machine, machine->step->loss_sum());
     }

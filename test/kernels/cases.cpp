@@ -95,16 +95,17 @@ OpCase rmsnorm(bool big) {
 
 struct MatmulCase {
     int64_t N, C, O;
-    bool bias = false, residual = false, adds = false;  // adds: dx accumulates
+    bool bias = false, residual = false, adds = false;  // adds: dx accumulates, dw does not
 };
 
 OpCase matmul(const MatmulCase& m) {
     const auto [N, C, O, bias, residual, adds] = m;
     OpCase c{.name = concat("matmul ", N, " x ", C, " x ", O) + (bias ? " + bias" : "") +
-                     (residual ? " + residual" : "") + (adds ? ", dx +=" : ""),
+                     (residual ? " + residual" : "") + (adds ? ", dx +=, dw =" : ""),
              .ops = {"matmul_forward", "matmul_backward_input", "matmul_backward_weight"},
              .tensors = {input("x", {N, C}, adds ? Grad::adds : Grad::writes, true),
-                         input("w", {O, C}, Grad::adds), output("out", {N, O}, true)},
+                         input("w", {O, C}, adds ? Grad::writes : Grad::adds),
+                         output("out", {N, O}, true)},
              .forward =
                  [](Run& r) {
                      r.k.matmul_forward(r.stream, r["out"], r["x"], r["w"], r["bias"],
@@ -113,7 +114,8 @@ OpCase matmul(const MatmulCase& m) {
              .backward =
                  [m](Run& r) {
                      r.k.matmul_backward_input(r.stream, r["dx"], r["dout"], r["w"], m.adds);
-                     r.k.matmul_backward_weight(r.stream, r["dw"], r["dbias"], r["dout"], r["x"]);
+                     r.k.matmul_backward_weight(r.stream, r["dw"], r["dbias"], r["dout"], r["x"],
+                                                !m.adds);
                      // The residual's gradient is dout itself: no op of its own.
                      if (m.residual) r.copy("dresidual", "dout");
                  }};

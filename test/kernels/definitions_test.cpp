@@ -107,7 +107,7 @@ TEST_CASE("matmul with no rows, and with nothing to sum") {
     Value db = random_value("db", DType::f32, {3});
     const std::vector<double> dw_before = dw.all(), db_before = db.all();
     k->matmul_forward(s, out.tensor(), none.tensor(), w.tensor(), {}, {});
-    k->matmul_backward_weight(s, dw.tensor(), db.tensor(), out.tensor(), none.tensor());
+    k->matmul_backward_weight(s, dw.tensor(), db.tensor(), out.tensor(), none.tensor(), true);
     EXPECT(same_bits(dw.all(), dw_before));
     EXPECT(same_bits(db.all(), db_before));
     const Value thin(DType::f32, {2, 0}), wide(DType::f32, {3, 0});
