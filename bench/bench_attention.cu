@@ -1,229 +1,264 @@
-// Our Hopper attention against the definition (in fp64, on the GPU) and against the clock.
-//   bench_attention check          many shapes and masks; exit 1 when one is wrong
-//   bench_attention small          the small ones among them, for compute-sanitizer
-//   bench_attention repeat [runs]  the same bits in every run?
-//   bench_attention time [ms]      TFLOP/s per shape: medians of bursts of `ms`, each after a pause
-// The pause lets every figure start from the same clock and temperature: hot, the chip is slower.
-// FLOP are counted as usual: forward 4 B H Tq Tk D, halved when causal; backward 2.5 times that.
+// Our attention and cuDNN's in one process, alternating, on random data: TFLOP/s per shape.
+//   bench_attention [--ms N] [--rounds N] [--json FILE]
+// Each figure is the better of N medians (2) of bursts of N ms (35), each after a pause of 80 ms:
+// the pause lets every burst start from the same clock and temperature, hot the chip is slower.
+// Backward includes the delta pass. FLOP are counted as usual: forward 4 B H S^2 D, halved when
+// causal; backward 2.5 times that.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "bench/attention_cases.cuh"
+#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/cudnn_attention.h"
+#include "kernels/cuda/flash/flash.h"
 
 using namespace torus;
-using namespace attention_cases;
 
 namespace {
 
-int check(bool small) {
-    std::vector<Case> cases;
-    for (int64_t D : {64, 128}) {
-        cases.push_back({1, 128, 128, 1, 1, D, false});
-        cases.push_back({1, 256, 256, 2, 2, D, true});
-        for (int64_t T : {1, 63, 64, 65, 97, 129, 200, 1025})
-            cases.push_back({T > 200 ? 1 : 3, T, T, 4, T % 2 ? 2 : 4, D, T != 200});
-        cases.push_back({2, 1000, 1000, 12, 3, D, true});
-        cases.push_back({1, 1000, 1000, 12, 3, D, false});
-        cases.push_back({1, 700, 300, 8, 1, D, false});
-        cases.push_back({1, 300, 700, 4, 4, D, true, 400, 0});
-        cases.push_back({1, 300, 700, 4, 4, D, true, 100, 333});
-        cases.push_back({1, 300, 700, 4, 4, D, true, 0, 1000});  // no key visible
-        for (Masks k : {Masks::documents, Masks::window, Masks::random, Masks::empty}) {
-            cases.push_back({2, 1111, 1111, 4, 2, D, true, 0, 0, k});
-            cases.push_back({2, 555, 777, 4, 2, D, false, 0, 10, k});
-        }
-        cases.push_back({2, 800, 900, 4, 2, D, true, 100, 0, Masks::none, true});
-        cases.push_back({2, 800, 800, 4, 2, D, true, 0, 0, Masks::documents, true});
-        cases.push_back({1, 500, 600, 4, 2, D, false, 0, 0, Masks::none, true, false, 5, 3});
-        cases.push_back({1, 500, 600, 4, 2, D, true, 100, 0, Masks::none, false, false, 5, 3});
-        cases.push_back({2, 777, 777, 4, 2, D, true, 0, 0, Masks::none, false, true});
-        cases.push_back(
-            {1, 16384, 16384, 2, 1, D, true, 0, 0, Masks::none, false, false, 1, 1, 331});
-    }
-    int bad = 0;
-    uint32_t seed = 1;
-    if (small) std::erase_if(cases, [](const Case& c) { return c.Tq * c.Tk > 300 * 700; });
-    for (const Case& c : cases)
-        bad +=
-            !(c.half ? check_case<__half>(c, seed += 7) : check_case<__nv_bfloat16>(c, seed += 7));
-    std::printf("%d of %zu cases wrong\n", bad, cases.size());
-    return bad > 0;
-}
-
-// FNV-1a over the bytes of the outputs.
-uint64_t hash_of(const std::vector<Tensor>& all) {
-    uint64_t h = 14695981039346656037ull;
-    for (const Tensor& t : all)
-        for (uint8_t x : download<uint8_t>(t.data, t.bytes())) h = (h ^ x) * 1099511628211ull;
-    return h;
-}
-
-// Forward and deterministic backward many times on the same input, other work in between.
-int repeat(int runs) {
-    using E = __nv_bfloat16;
-    int bad = 0;
-    for (int64_t D : {64, 128})
-        for (int64_t Hk : {8, 2}) {
-            Case c{1, 3000, 3000, 8, Hk, D};
-            Scratch m;
-            Inputs<E> in(c, m, 5);
-            Attn a;
-            a.q = in.q, a.k = in.k, a.v = in.v, a.scale = in.problem.scale;
-            a.lse = Tensor(m.take<float>(c.H * c.Tq), DType::f32, {1, c.H, c.Tq});
-            auto output = [&](int64_t H) {
-                return tensor(m.take<E>(c.Tq * H * D), DType::bf16, 1, c.Tq, H, D, H * D);
-            };
-            a.o = output(c.H);
-            AttnGrad g;
-            g.q = a.q, g.k = a.k, g.v = a.v, g.scale = a.scale, g.lse = a.lse, g.dout = in.dout;
-            g.delta = Tensor(m.take<float>(c.H * c.Tq, 0), DType::f32, {1, c.H, c.Tq});
-            g.dq = output(c.H), g.dk = output(Hk), g.dv = output(Hk);
-            void* workspace =
-                m.take<char>(std::max(flash::forward_workspace_bytes(),
-                                      flash::backward_workspace_bytes(1, c.H, Hk, c.Tq, c.Tk, D)));
-            float* noise = m.take<float>(1 << 20);
-            uint64_t first = 0;
-            int differ = 0;
-            for (int i = 0; i < runs; ++i) {
-                reference::noise<float><<<1 + i % 60, 256>>>(noise, 1 << 20, uint32_t(i), 1);
-                flash::forward(nullptr, a, workspace);
-                flash::backward(nullptr, g, workspace, true);
-                const uint64_t h = hash_of({a.o, a.lse, g.dq, g.dk, g.dv});
-                if (i == 0) first = h;
-                differ += h != first;
-            }
-            std::printf("D%ld H8/%ld: %d of %d runs differ\n", long(D), long(Hk), differ, runs);
-            bad += differ;
-        }
-    return bad > 0;
-}
-
-// --- timing -------------------------------------------------------------------------------------
-double median_ms(const std::function<void()>& f, double budget_ms) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    cudaEvent_t a, b;
-    CU(cudaEventCreate(&a));
-    CU(cudaEventCreate(&b));
-    std::vector<float> ms;
-    f();
-    double total = 0;
-    while (total < budget_ms || ms.size() < 5) {
-        float t = 0;
-        CU(cudaEventRecord(a));
-        f();
-        CU(cudaEventRecord(b));
-        CU(cudaEventSynchronize(b));
-        CU(cudaEventElapsedTime(&t, a, b));
-        ms.push_back(t), total += t;
-    }
-    CU(cudaEventDestroy(a));
-    CU(cudaEventDestroy(b));
-    std::sort(ms.begin(), ms.end());
-    return double(ms[ms.size() / 2]);
-}
-
-struct Shape {
+struct Problem {
     int64_t D, S, B, H, Hk;
     bool causal;
 };
 
-const std::vector<Shape>& shapes() {
-    static const std::vector<Shape> all = {
-        {128, 1024, 16, 16, 16, true}, {128, 4096, 4, 16, 16, true},
-        {128, 16384, 1, 16, 16, true}, {128, 16384, 1, 16, 16, false},
-        {128, 65536, 1, 16, 16, true}, {128, 8192, 1, 32, 8, true},
-        {128, 32768, 1, 32, 8, true},  {128, 262144, 1, 2, 1, true},
-        {64, 1024, 16, 32, 32, true},  {64, 4096, 4, 32, 32, true},
-        {64, 16384, 1, 32, 32, true},  {64, 16384, 1, 32, 32, false},
-        {64, 65536, 1, 32, 32, true},  {64, 262144, 1, 2, 2, true},
-    };
-    return all;
-}
+const Problem shapes[] = {
+    {128, 1024, 16, 16, 16, true},  {128, 4096, 4, 16, 16, true},  {128, 16384, 1, 16, 16, true},
+    {128, 16384, 1, 16, 16, false}, {128, 65536, 1, 16, 16, true}, {128, 8192, 1, 32, 8, true},
+    {128, 32768, 1, 32, 8, true},   {128, 262144, 1, 2, 1, true},  {128, 524288, 1, 2, 1, true},
+    {64, 1024, 16, 32, 32, true},   {64, 4096, 4, 32, 32, true},   {64, 16384, 1, 32, 32, true},
+    {64, 16384, 1, 32, 32, false},  {64, 65536, 1, 32, 32, true},  {64, 262144, 1, 2, 2, true},
+    {64, 524288, 1, 2, 2, true},
+};
 
-// delta = rowsum(dout * o), as fast as memory allows: part of what a backward costs its caller.
-__global__ void quick_delta(const __nv_bfloat16* dout, int64_t dout_row, const __nv_bfloat16* o,
-                            float* delta, int T, int H, int D) {
-    const int64_t at = blockIdx.x * int64_t(blockDim.x / 8) + threadIdx.x / 8;  // (b, t, h)
-    const int64_t bt = at / H;
-    const int h = int(at % H);
-    float sum = 0;
-    for (int d = int(threadIdx.x % 8) * 8; d < D; d += 64) {
-        const uint4 x = *reinterpret_cast<const uint4*>(dout + bt * dout_row + h * D + d);
-        const uint4 y = *reinterpret_cast<const uint4*>(o + at * D + d);
-        const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-        for (int i = 0; i < 4; ++i)
-            sum += __uint_as_float(a[i] << 16) * __uint_as_float(b[i] << 16) +
-                   __uint_as_float(a[i] & 0xFFFF0000u) * __uint_as_float(b[i] & 0xFFFF0000u);
+struct Settings {
+    double burst_ms = 35;
+    int rounds = 2;
+    std::string json;
+};
+
+// Bits of a hash: uniform noise, which attention finds as hard as any.
+__global__ void noise(__nv_bfloat16* x, int64_t n, uint32_t seed) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        uint64_t z = (uint64_t(seed) << 40) + uint64_t(i) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull, z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        x[i] = __nv_bfloat16(float(z >> 40) * 0x1p-23f * 1.7320508f - 1.7320508f);
     }
-    for (int n = 4; n > 0; n /= 2) sum += __shfl_xor_sync(~0u, sum, n);
-    if (threadIdx.x % 8 == 0) delta[(bt / T * H + h) * T + bt % T] = sum;
 }
 
-void time_all(double budget) {
-    using E = __nv_bfloat16;
-    for (const Shape& s : shapes()) {
-        Case c{s.B, s.S, s.S, s.H, s.Hk, s.D, s.causal};
-        Scratch m;
-        Inputs<E> in(c, m, 1);
+class Burst {  // times repeated calls on one stream
+public:
+    Burst() {
+        cuda::check(cudaEventCreate(&from_), "cudaEventCreate");
+        cuda::check(cudaEventCreate(&to_), "cudaEventCreate");
+    }
+    ~Burst() { cudaEventDestroy(from_), cudaEventDestroy(to_); }
+    double median_ms(cudaStream_t stream, const std::function<void()>& f, double budget_ms) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(80));
+        std::vector<float> ms;
+        double total = 0;
+        while (ms.size() < 2 || (total < budget_ms && ms.size() < 1000)) {
+            float t = 0;
+            cuda::check(cudaEventRecord(from_, stream), "cudaEventRecord");
+            f();
+            cuda::check(cudaEventRecord(to_, stream), "cudaEventRecord");
+            cuda::check(cudaEventSynchronize(to_), "attention");
+            cuda::check(cudaEventElapsedTime(&t, from_, to_), "cudaEventElapsedTime");
+            ms.push_back(t), total += t;
+        }
+        std::sort(ms.begin(), ms.end());
+        return double(ms[ms.size() / 2 - (ms.size() % 2 == 0)]);
+    }
+
+private:
+    cudaEvent_t from_, to_;
+};
+
+struct Row {
+    Problem shape;
+    double ours, cudnn, plain, deterministic, cudnn_backward;  // TFLOP/s; 0: not measured
+};
+
+class Bench {
+public:
+    explicit Bench(const Settings& s) : settings_(s), k_(make_cuda_kernels(DType::bf16, 0)) {
+        stream_ = k_->device().make_stream();
+        if (!cudnn_version().empty()) cudnn_ = cuda::make_cudnn_attention();
+    }
+    ~Bench() { k_->device().destroy(stream_); }
+    std::string device() { return k_->device().name(); }
+
+    Row time(const Problem& s) {
+        const int64_t packed = (s.H + 2 * s.Hk) * s.D;
+        std::vector<Buffer> memory;
+        const auto take = [&](int64_t bytes) {
+            memory.emplace_back(k_->device(), Memory::device, bytes);
+            return static_cast<char*>(memory.back().data());
+        };
+        uint32_t seed = 1;
+        const auto matrix = [&](int64_t columns) {
+            const int64_t n = s.B * s.S * columns;
+            char* const p = take(n * 2);
+            noise<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(p), n, seed++);
+            return p;
+        };
+        const auto heads = [&](char* base, int64_t at, int64_t H, int64_t row) {
+            Tensor t(base + at * s.D * 2, DType::bf16, {s.B, s.S, H, s.D});
+            t.stride = {s.S * row, row, s.D, 1};
+            return t;
+        };
+        const auto statistic = [&] {
+            return Tensor(take(s.B * s.H * s.S * 4), DType::f32, {s.B, s.H, s.S});
+        };
+        char *const qkv = matrix(packed), *const grads = matrix(packed);
+        Attn a{.q = heads(qkv, 0, s.H, packed),
+               .k = heads(qkv, s.H, s.Hk, packed),
+               .v = heads(qkv, s.H + s.Hk, s.Hk, packed),
+               .o = heads(matrix(s.H * s.D), 0, s.H, s.H * s.D),
+               .lse = statistic(),
+               .first_key = {},
+               .scale = 1 / std::sqrt(double(s.D)),
+               .causal = s.causal};
+        const AttnGrad g{.q = a.q,
+                         .k = a.k,
+                         .v = a.v,
+                         .dout = heads(matrix(s.H * s.D), 0, s.H, s.H * s.D),
+                         .lse = a.lse,
+                         .delta = statistic(),
+                         .dq = heads(grads, 0, s.H, packed),
+                         .dk = heads(grads, s.H, s.Hk, packed),
+                         .dv = heads(grads, s.H + s.Hk, s.Hk, packed),
+                         .first_key = {},
+                         .scale = a.scale,
+                         .causal = s.causal,
+                         .o = a.o};
+        require(flash::backward_supported(g), Exit::usage, "this benchmark is for Hopper GPUs");
+        const int64_t bytes =
+            std::max({flash::forward_workspace_bytes(),
+                      flash::backward_workspace_bytes(s.B, s.H, s.Hk, s.S, s.S, s.D),
+                      cuda::cudnn_workspace_bytes({s.B, s.S, s.S, s.H, s.Hk, s.D})});
+        stream_.workspace = Tensor(take(bytes), DType::u8, {bytes});
+        cuda::check(cudaDeviceSynchronize(), "noise");
+        return measure(s, a, g);
+    }
+
+private:
+    // Forward first: the backwards use its o and lse.
+    Row measure(const Problem& s, const Attn& a, const AttnGrad& g) {
+        const auto handle = static_cast<cudaStream_t>(stream_.handle);
+        void* const workspace = stream_.workspace.data;
         const double flop =
             4.0 * double(s.B * s.H) * double(s.S) * double(s.S) * double(s.D) / (s.causal ? 2 : 1);
-        const double cap = s.S > 100000 ? budget / 4 : budget;
-        std::printf("D%-3ld S%-6ld B%-2ld H%ld/%ld %-6s", long(s.D), long(s.S), long(s.B),
-                    long(s.H), long(s.Hk), s.causal ? "causal" : "full");
-        auto show = [&](const char* name, double work, const std::function<void()>& f) {
-            std::printf("  %s %.1f", name, work / median_ms(f, cap) * 1e-9);
-            std::fflush(stdout);
+        Row row{s, 0, 0, 0, 0, 0};
+        const auto delta = [&] { k_->attention_delta(stream_, g.delta, g.dout, a.o); };
+        struct Rival {
+            double* rate;
+            double work;
+            std::function<void()> run;
         };
-        Attn a;
-        a.q = in.q, a.k = in.k, a.v = in.v, a.scale = in.problem.scale, a.causal = c.causal;
-        a.lse = Tensor(m.take<float>(c.B * c.H * c.Tq), DType::f32, {c.B, c.H, c.Tq});
-        a.o =
-            tensor(m.take<E>(c.B * c.Tq * c.H * c.D), DType::bf16, c.B, c.Tq, c.H, c.D, c.H * c.D);
-        void* workspace = m.take<char>(flash::forward_workspace_bytes());
-        show("fwd", flop, [&] { flash::forward(nullptr, a, workspace); });
-        {
-            AttnGrad g;
-            g.q = a.q, g.k = a.k, g.v = a.v, g.scale = a.scale, g.causal = a.causal, g.lse = a.lse;
-            g.dout = in.dout;
-            g.delta = Tensor(m.take<float>(c.B * c.H * c.Tq), DType::f32, {c.B, c.H, c.Tq});
-            auto like = [&](const Tensor& t) {
-                return tensor(m.take<E>(t.numel()), DType::bf16, t.dim(0), t.dim(1), t.dim(2),
-                              t.dim(3), t.dim(2) * t.dim(3));
-            };
-            g.dq = like(a.q), g.dk = like(a.k), g.dv = like(a.v);
-            void* scratch =
-                m.take<char>(flash::backward_workspace_bytes(c.B, c.H, c.Hk, c.Tq, c.Tk, c.D));
-            for (bool exact : {false, true})
-                show(exact ? "bwd deterministic" : "bwd", 2.5 * flop, [&] {
-                    quick_delta<<<unsigned(c.B * c.Tq * c.H / 32), 256>>>(
-                        static_cast<const E*>(g.dout.data), g.dout.pitch(1),
-                        static_cast<const E*>(a.o.data), g.delta.as<float>(), int(c.Tq), int(c.H),
-                        int(c.D));
-                    flash::backward(nullptr, g, scratch, exact);
-                });
+        std::vector<Rival> rivals = {
+            {&row.ours, flop, [&] { flash::forward(handle, a, workspace); }},
+            {&row.plain, 2.5 * flop,
+             [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/false); }},
+            {&row.deterministic, 2.5 * flop,
+             [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/true); }}};
+        if (cudnn_) {
+            rivals.push_back({&row.cudnn, flop, [&] { cudnn_->forward(stream_, a, workspace); }});
+            rivals.push_back({&row.cudnn_backward, 2.5 * flop,
+                              [&] { cudnn_->backward(stream_, g, workspace); }});
+            std::swap(rivals[1], rivals[3]);  // ours, cudnn, deterministic, plain, cudnn
         }
-        std::printf("\n");
-        CU(cudaDeviceSynchronize());
+        for (int round = 0; round < settings_.rounds; ++round)
+            for (const Rival& r : rivals) {
+                if (round == 0) r.run();  // cuDNN makes its plan
+                const double ms = burst_.median_ms(handle, r.run, settings_.burst_ms);
+                *r.rate = std::max(*r.rate, r.work / ms * 1e-9);
+            }
+        return row;
     }
+
+    Settings settings_;
+    std::unique_ptr<Kernels> k_;
+    std::unique_ptr<cuda::CudnnAttention> cudnn_;
+    Stream stream_;
+    Burst burst_;
+};
+
+void print(const Row& r) {
+    const auto ratio = [](double ours, double theirs) {
+        char text[16] = "";
+        if (theirs > 0) std::snprintf(text, sizeof text, " (%.2f)", ours / theirs);
+        return std::string(text);
+    };
+    const Problem& s = r.shape;
+    std::printf("| %ld | %ld x %ld | %ld/%ld | %s | %.0f%s | %.0f | %.0f%s | %.0f%s | %.0f |\n",
+                long(s.D), long(s.S), long(s.B), long(s.H), long(s.Hk),
+                s.causal ? "causal" : "full", r.ours, ratio(r.ours, r.cudnn).c_str(), r.cudnn,
+                r.plain, ratio(r.plain, r.cudnn_backward).c_str(), r.deterministic,
+                ratio(r.deterministic, r.cudnn_backward).c_str(), r.cudnn_backward);
+    std::fflush(stdout);
+}
+
+void write_json(const std::string& path, const std::string& device, const std::vector<Row>& rows) {
+    std::FILE* const f = std::fopen(path.c_str(), "w");
+    require(f, Exit::io, path, ": cannot be written");
+    std::fprintf(f, "{\"device\": \"%s\", \"cudnn\": \"%s\", \"unit\": \"TFLOP/s\", \"rows\": [",
+                 device.c_str(), cudnn_version().c_str());
+    for (const Row& r : rows) {
+        const Problem& s = r.shape;
+        std::fprintf(f,
+                     "%s\n  {\"head_dim\": %ld, \"tokens\": %ld, \"batch\": %ld, \"heads\": %ld, "
+                     "\"kv_heads\": %ld, \"causal\": %s, \"forward\": %.1f, \"cudnn_forward\": "
+                     "%.1f, \"backward_plain\": %.1f, \"backward_deterministic\": %.1f, "
+                     "\"cudnn_backward\": %.1f}",
+                     &r == rows.data() ? "" : ",", long(s.D), long(s.S), long(s.B), long(s.H),
+                     long(s.Hk), s.causal ? "true" : "false", r.ours, r.cudnn, r.plain,
+                     r.deterministic, r.cudnn_backward);
+    }
+    std::fprintf(f, "\n]}\n");
+    require(std::fclose(f) == 0, Exit::io, path, ": was not written whole");
+}
+
+Settings parse(int argc, char** argv) {
+    Settings s;
+    for (int i = 1; i < argc; i += 2) {
+        const std::string flag = argv[i];
+        require(i + 1 < argc && (flag == "--ms" || flag == "--rounds" || flag == "--json"),
+                Exit::usage, "usage: bench_attention [--ms N] [--rounds N] [--json FILE]");
+        if (flag == "--ms") s.burst_ms = std::atof(argv[i + 1]);
+        if (flag == "--rounds") s.rounds = std::max(1, std::atoi(argv[i + 1]));
+        if (flag == "--json") s.json = argv[i + 1];
+    }
+    return s;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    const std::string mode = argc > 1 ? argv[1] : "check";
     try {
-        if (mode == "check" || mode == "small") return check(mode == "small");
-        if (mode == "repeat") return repeat(argc > 2 ? std::atoi(argv[2]) : 250);
-        time_all(argc > 2 ? std::atof(argv[2]) : 60);
-    } catch (const std::exception& e) {
-        std::printf("FAIL %s\n", e.what());
-        return 1;
+        const Settings settings = parse(argc, argv);
+        Bench bench(settings);
+        const std::string version = cudnn_version();
+        std::printf("%s, cuDNN %s, bf16, TFLOP/s (ratio to cuDNN)\n", bench.device().c_str(),
+                    version.empty() ? "none" : version.c_str());
+        std::printf(
+            "| D | S x B | heads | mask | forward | cuDNN | backward plain | deterministic "
+            "| cuDNN |\n|---|---|---|---|---|---|---|---|---|\n");
+        std::vector<Row> rows;
+        for (const Problem& s : shapes) {
+            rows.push_back(bench.time(s));
+            print(rows.back());
+        }
+        if (!settings.json.empty()) write_json(settings.json, bench.device(), rows);
+    } catch (const Error& e) {
+        std::fprintf(stderr, "error: %s\n", e.what());
+        return int(e.code);
     }
     return 0;
 }

@@ -103,6 +103,19 @@ if(TORUS_CUDA)
 endif()
 torus_note("CUDA" "${TORUS_HAVE_CUDA}" "GPU backend, code for ${TORUS_CUDA_ARCHITECTURES}"
            "nvidia-cuda-toolkit (or NVIDIA's own packages, 12.8 or later)")
+if(TORUS_HAVE_CUDA AND TORUS_CUDNN)
+    find_path(CUDNN_DIR cudnn_graph.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
+    find_library(CUDNN_LIB NAMES cudnn libcudnn.so.9 HINTS ${CUDAToolkit_LIBRARY_DIR})
+    if(CUDNN_DIR)  # plans without a handle, from 9.8 on
+        file(STRINGS ${CUDNN_DIR}/cudnn_graph.h CUDNN_NEW REGEX CUDNN_ATTR_ENGINEHEUR_DEVICEPROP)
+    endif()
+    if(CUDNN_NEW AND CUDNN_LIB)
+        set(TORUS_HAVE_CUDNN ON)
+        target_include_directories(torus_kernel_dependencies SYSTEM INTERFACE ${CUDNN_DIR})
+        target_link_libraries(torus_kernel_dependencies INTERFACE ${CUDNN_LIB})
+    endif()
+endif()
+torus_note("cuDNN" "${TORUS_HAVE_CUDNN}" "--attention cudnn, to compare with" "libcudnn9-dev-cuda-13 (9.10.2 or later)")
 
 # --- comm: MPI, NCCL -----------------------------------------------------------------------------
 add_library(torus_comm_dependencies INTERFACE)

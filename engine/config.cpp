@@ -174,6 +174,23 @@ void check_profile(const Config& c) {
             "it out with --generate and --verify");
 }
 
+// What can be said without a device; setup.cpp knows the rest. Named as the flag to change.
+void check_attention(const Config& c) {
+    if (c.attention == AttentionKernels::flash) return;
+    const char* const cannot = "cudnn cannot be used with ";
+    require(c.device != "cpu", Exit::usage, "--attention: ", cannot,
+            "--device cpu; give --device cuda or leave --attention out");
+    require(c.dtype == "auto" || c.dtype == "bf16" || c.dtype == "fp16", Exit::usage,
+            "--attention: ", cannot, "--dtype ", c.dtype, "; give --dtype bf16 or fp16");
+    require(!c.document_mask, Exit::usage, "--attention: ", cannot,
+            "--document-mask on; give --attention flash or --document-mask off");
+    const bool split = c.sp > 1 || c.ring > 1 || c.ulysses > 1 ||
+                       (c.parallel_mode != "auto" && c.parallel_mode != "data_parallel");
+    require(!split, Exit::usage, "--attention: ", cannot,
+            "a sequence over several ranks (--parallel-mode, --sp, --ring, --ulysses); give "
+            "--attention flash or --parallel-mode data_parallel");
+}
+
 }  // namespace
 
 StepRange profiled_steps(const Config& c) {
@@ -198,6 +215,7 @@ void check_relations(const Config& c) {
     check_schedule(c);
     check_device(c);
     check_profile(c);
+    check_attention(c);
     const int modes = int(c.plan) + int(!c.generate.empty()) + int(!c.verify.empty());
     require(modes <= 1, Exit::usage,
             "--plan, --generate and --verify: each is a run of its own; give one of them");

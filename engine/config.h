@@ -12,6 +12,7 @@ namespace torus {
 enum class Recompute : uint8_t { none, attention_out, full };
 enum class Schedule : uint8_t { cosine, linear, constant, wsd };
 enum class ResumeMode : uint8_t { automatic, must, never };
+enum class AttentionKernels : uint8_t { flash, cudnn };
 
 struct Config {
     // model and data
@@ -45,6 +46,7 @@ struct Config {
     std::string tune_matmul;             // GPU: file of timed matmul choices; empty = none
     int threads = 0;                     // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
+    AttentionKernels attention = AttentionKernels::flash;
     bool plan = false;  // print the memory plan and stop
 
     // output

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "kernels/cuda/cudnn_attention.h"
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -113,6 +115,12 @@ Setup make_setup(const Config& c, int gpu) {
             c.seq_length, ": ", c.model, " has ", s.model.max_T,
             " learned positions; use at most that many");
 
+    const bool cudnn = c.attention == AttentionKernels::cudnn;
+    if (cudnn) {
+        require(s.cuda, Exit::usage, "--attention: cudnn needs a GPU; ", cuda_unavailable_reason());
+        const std::string reason = cudnn_attention_refusal(c.seq_length, s.model.D);
+        require(reason.empty(), Exit::usage, "--attention: ", reason);
+    }
 #ifdef _OPENMP
     if (c.threads > 0) omp_set_num_threads(c.threads);
 #endif
@@ -120,6 +128,7 @@ Setup make_setup(const Config& c, int gpu) {
         s.kernels = c.plan ? make_cuda_planner(dtype) : make_cuda_kernels(dtype, gpu);
     else
         s.kernels = make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
+    if (cudnn) use_cudnn_attention(*s.kernels);
     s.summary = concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ",
                        s.model.L, ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ",
                        s.model.V, "), ", name_of(dtype), " on ", s.kernels->device().name());

@@ -65,7 +65,9 @@ ParallelRequest parallel_request(const Config& c, const World& world) {
 }
 
 ParallelRequest parallel_request(const Config& c, int world, int ranks_per_machine) {
-    return {.mode = c.parallel_mode,
+    // cuDNN's attention takes whole sequences.
+    const bool whole = c.attention == AttentionKernels::cudnn && c.parallel_mode == "auto";
+    return {.mode = whole ? "data_parallel" : c.parallel_mode,
             .world = world,
             .sp = int(c.sp),
             .ring = int(c.ring),

@@ -62,6 +62,7 @@ struct AttnGrad {
     double scale = 0;
     bool causal = true;
     bool accumulate = false;  // dq, dk, dv += (in stat precision, for rings); else overwritten
+    Tensor o = {};  // optional, act (B,Tq,H,D) (pitched): for cuDNN, which makes its own delta
 };
 
 // AdamW over flat ranges of equal length n (Loshchilov & Hutter; the update order of PyTorch's

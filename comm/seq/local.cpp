@@ -49,7 +49,8 @@ public:
                                   .dk = g.dk,
                                   .dv = g.dv,
                                   .first_key = g.first_key,
-                                  .scale = scale()});
+                                  .scale = scale(),
+                                  .o = g.o});
     }
 
 private:

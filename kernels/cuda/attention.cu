@@ -1,8 +1,9 @@
 // Attention: checks, the choice of kernels (Hopper's in flash/, mma.sync for other GPUs and head
-// dims, plain loops for fp32), and the two small passes around them: delta = rowsum(dout * o) and
-// the merge of two softmax parts.
+// dims, plain loops for fp32; cuDNN's when it was asked for), and the two small passes around them:
+// delta = rowsum(dout * o) and the merge of two softmax parts.
 #include "kernels/cuda/attention.cuh"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cudnn_attention.h"
 #include "kernels/cuda/flash/flash.h"
 
 namespace torus::cuda {
@@ -153,12 +154,24 @@ static void find_tile_keys(Stream& stream, AttnShape& s, int64_t rows) {
     s.tile_keys = {least, least + count, tiles};
 }
 
-int64_t attention_workspace(const WorkspaceDims& d) {
+void CudaKernels::use_cudnn_attention() { cudnn_ = make_cudnn_attention(); }
+
+// Queries that do not start where the keys do are a key-value cache's (the engine refuses cuDNN for
+// blocks of a ring): cuDNN would want a new plan for every length of the cache.
+template <class Call>
+static bool takes_cudnn(const std::shared_ptr<CudnnAttention>& cudnn, const Call& a) {
+    return cudnn && a.q0 == a.k0;
+}
+
+int64_t CudaKernels::attention_workspace(const WorkspaceDims& d) const {
     const int64_t tables = (d.rows / 16 + d.batch + 1) * 8;  // tiles of at least 16 queries
     const int64_t batch = std::max<int64_t>(d.batch, 1), queries = divide_up(d.rows, batch);
-    return std::max({tables, flash::forward_workspace_bytes(),
-                     flash::backward_workspace_bytes(batch, d.heads, d.kv_heads, queries,
-                                                     std::max(d.keys, queries), d.head_dim)});
+    const int64_t keys = std::max(d.keys, queries);
+    const AttentionSizes sizes{batch, queries, keys, d.heads, d.kv_heads, d.head_dim};
+    return std::max(
+        {tables, flash::forward_workspace_bytes(),
+         flash::backward_workspace_bytes(batch, d.heads, d.kv_heads, queries, keys, d.head_dim),
+         cudnn_ ? cudnn_workspace_bytes(sizes) : 0});
 }
 
 void CudaKernels::attention_forward(Stream& stream, const Attn& a) {
@@ -167,7 +180,11 @@ void CudaKernels::attention_forward(Stream& stream, const Attn& a) {
     check_heads(name, a.o, a.carry ? DType::f32 : precision_.act, s.B, s.Tq, s.H, s.D);
     if (s.B * s.H * s.Tq == 0) return;
     CHECK(stream.handle, ": ", name, " was queued without a stream");
-    if (hopper_attention_ && flash::forward_supported(a)) {
+    if (takes_cudnn(cudnn_, a)) {
+        const Range range(name);
+        const AttentionSizes sizes{s.B, s.Tq, s.Tk, s.H, s.Hk, s.D};
+        cudnn_->forward(stream, a, workspace(stream, cudnn_workspace_bytes(sizes), name));
+    } else if (hopper_attention_ && flash::forward_supported(a)) {
         const Range range(name);
         flash::forward(static_cast<cudaStream_t>(stream.handle), a,
                        workspace(stream, flash::forward_workspace_bytes(), name));
@@ -191,7 +208,11 @@ void CudaKernels::attention_backward(Stream& stream, const AttnGrad& a) {
     s.vectors = s.vectors && vectorizable_heads(a.dout, 16 / size_of(precision_.act));
     if (s.B * s.H == 0) return;
     CHECK(stream.handle, ": ", name, " was queued without a stream");
-    if (hopper_attention_ && flash::backward_supported(a)) {
+    if (takes_cudnn(cudnn_, a)) {
+        const Range range(name);
+        const AttentionSizes sizes{s.B, s.Tq, s.Tk, s.H, s.Hk, s.D};
+        cudnn_->backward(stream, a, workspace(stream, cudnn_workspace_bytes(sizes), name));
+    } else if (hopper_attention_ && flash::backward_supported(a)) {
         const Range range(name);
         const int64_t bytes = flash::backward_workspace_bytes(s.B, s.H, s.Hk, s.Tq, s.Tk, s.D);
         flash::backward(static_cast<cudaStream_t>(stream.handle), a, workspace(stream, bytes, name),
@@ -265,3 +286,13 @@ void CudaKernels::attention_merge(Stream& stream, Tensor o, Tensor lse, Tensor o
 }
 
 }  // namespace torus::cuda
+
+namespace torus {
+
+void use_cudnn_attention(Kernels& kernels) {
+    auto* cuda = dynamic_cast<cuda::CudaKernels*>(&kernels);
+    require(cuda, Exit::usage, "--attention cudnn is for the GPU; leave it out with --device cpu");
+    cuda->use_cudnn_attention();
+}
+
+}  // namespace torus

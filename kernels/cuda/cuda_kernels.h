@@ -40,6 +40,7 @@ private:
 };
 
 class Matmul;  // matmul.cu: the cuBLASLt handle and its plans
+struct CudnnAttention;
 
 class CudaKernels final : public Kernels {
 public:
@@ -49,6 +50,7 @@ public:
     const Precision& precision() const override { return precision_; }
     int64_t workspace_bytes(const WorkspaceDims&) const override;
     void tune_matmul(const std::string& file) override;
+    void use_cudnn_attention();  // see cudnn_attention.h
     // False: mma.sync attention on Hopper too, so that tests can check it there.
     void use_hopper_attention(bool on) { hopper_attention_ = on; }
 
@@ -105,9 +107,12 @@ public:
     void adamw(Stream&, const AdamW&) override;
 
 private:
+    int64_t attention_workspace(const WorkspaceDims&) const;
+
     std::unique_ptr<Device> device_;
     Precision precision_;
     std::unique_ptr<Matmul> matmul_;
+    std::shared_ptr<CudnnAttention> cudnn_;  // null: our own attention
     bool hopper_attention_ = true;
 };
 
@@ -116,7 +121,6 @@ int64_t embedding_workspace(const WorkspaceDims&);
 int64_t norm_workspace(const WorkspaceDims&);
 int64_t matmul_workspace();
 int64_t bias_gradient_workspace(const WorkspaceDims&);
-int64_t attention_workspace(const WorkspaceDims&);
 int64_t reduce_workspace();
 
 }  // namespace torus::cuda

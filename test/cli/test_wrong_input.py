@@ -33,6 +33,7 @@ class WrongInput(Cli):
         self.fail_with(64, ["--warmup-steps"], *self.train(warmup_steps=5))
         self.fail_with(64, ["--global-batch-tokens", "16"], *self.train(global_batch_tokens=17))
         self.fail_with(64, ["--dtype", "fp32"], *self.train(dtype="bf16"))
+        self.fail_with(64, ["--attention", "--device cpu"], *self.train(attention="cudnn"))
         self.fail_with(64, ["--save-every", "--save-dir"], *self.train(save_every=1))
         self.fail_with(64, ["--lr"], *self.train(), "--lr")
         self.fail_with(64, ["--steps"], *self.train(), "--steps", 3)

@@ -303,6 +303,19 @@ TEST_CASE("config: relations between values") {
         usage({"--steps", "10", "--profile-steps", range}, "give A:B with 1 <= A <= B <= 10");
     usage({"--device", "cpu", "--profile-steps", "2:2"}, "--profile-steps: \"2:2\"");
     usage({"--generate", "x", "--profile-steps", "2:2"}, "--profile-steps: \"2:2\"");
+    for (const std::vector<std::string>& with : {std::vector<std::string>{"--device", "cpu"},
+                                                 {"--dtype", "fp32"},
+                                                 {"--dtype", "fp64"},
+                                                 {"--document-mask", "on"},
+                                                 {"--sp", "2"},
+                                                 {"--ring", "2"},
+                                                 {"--ulysses", "2"},
+                                                 {"--parallel-mode", "zigzag_ring"}}) {
+        std::vector<std::string> args = {"--attention", "cudnn"};
+        args.insert(args.end(), with.begin(), with.end());
+        usage(args, "--attention: cudnn cannot be used with ");
+        usage(args, with[0]);
+    }
     usage({"--plan", "--verify", "x"}, "give one of them");
     usage(
         {"--lr-schedule", "wsd", "--steps", "10", "--warmup-steps", "6", "--decay-fraction", "0.5"},
@@ -377,10 +390,12 @@ TEST_CASE("config: the option table is sound") {
         CAPTURE(o.name);
         EXPECT_EQ(find_option(o.name), &o);
         EXPECT(std::string(o.help).size() > 10);
-        const bool choice = std::holds_alternative<bool Config::*>(o.member) ||
-                            std::holds_alternative<Recompute Config::*>(o.member) ||
-                            std::holds_alternative<Schedule Config::*>(o.member) ||
-                            std::holds_alternative<ResumeMode Config::*>(o.member);
+        const bool choice = std::visit(
+            [](auto member) {
+                using T = std::remove_cvref_t<decltype(Config().*member)>;
+                return std::is_same_v<T, bool> || std::is_enum_v<T>;
+            },
+            o.member);
         EXPECT(choice <= !o.allowed.empty());
         const bool number = !choice && !std::holds_alternative<std::string Config::*>(o.member);
         EXPECT_EQ(number, o.range.high > o.range.low);
