@@ -410,6 +410,18 @@ TEST_CASE("attention table: mma.sync kernels where Hopper's are the rule") {
     expect_all(cases, /*hopper=*/false);
 }
 
+// Few and short: compute-sanitizer has time for these.
+TEST_CASE("attention table: small shapes") {
+    std::vector<Case> cases;
+    for (int64_t D : {64, 80, 128})
+        for (int64_t T : {1, 65, 200}) {
+            cases.push_back({2, T, T, 4, 2, D});
+            cases.push_back({1, T, T + 64, 4, 1, D, false, 0, 0, Masks::documents});
+            if (T > 1) cases.push_back({1, T, T, 2, 2, D, true, 0, 0, Masks::window, true});
+        }
+    expect_all(cases);
+}
+
 TEST_CASE("attention table: 65,536 batches x heads") {
     std::vector<Case> cases;
     for (int64_t D : {64, 80})
