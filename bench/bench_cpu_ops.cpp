@@ -139,7 +139,7 @@ void bench_tokenwise(Kernels& k, Table& table, const Sizes& z) {
     Tensor logits = p.floats({N, V}, 5), dlogits = p.floats({N, V}), loss = p.floats({N});
     Tensor targets = p.indices(N, V);
     table.bytes("classifier", logits.shape, 2 * double(N * V) * f,
-                [&] { k.classifier(s, loss, logits, dlogits, targets, V, 1); });
+                [&] { k.classifier(s, loss, logits, dlogits, targets, V, 1, {}); });
 }
 
 void bench_matmul(Kernels& k, Table& table, const char* suffix, int64_t N, int64_t C, int64_t O) {
@@ -193,7 +193,8 @@ void bench_optimizer(Kernels& k, Table& table, int64_t n) {
     Stream s;
     Pool p(k);
     Tensor param = p.floats({n}), m = p.floats({n}, 1e-3), v = p.make(DType::f32, {n});
-    Tensor grad = p.floats({n}), control = p.make(DType::f64, {4}), out = p.make(DType::f64, {1});
+    Tensor grad = p.floats({n}), control = p.make(DType::f64, {Control::size}),
+           out = p.make(DType::f64, {1});
     k.fill(s, control, 1);
     const double bytes = 4 * double(n);
     const AdamW call{.param = param,

@@ -199,30 +199,35 @@ void rest(Bench& b) {
     const Tensor logits = b.tensor({n, Vp}), loss = b.tensor({n}, DType::f32);
     const Tensor targets = b.indices(n, [&](int64_t i) { return i * 7919 % V; });
     b.bytes("classifier (16384, 50304), loss and dlogits", 2 * double(logits.bytes()),
-            [&] { k.classifier(b.stream, loss, logits, logits, targets, V, 1); });
+            [&] { k.classifier(b.stream, loss, logits, logits, targets, V, 1, {}); });
     b.reset();
     const int64_t params = 124475904;
-    const Tensor master = b.tensor({params}, DType::f32), m = b.tensor({params}, DType::f32),
-                 v = b.tensor({params}, DType::f32), grad = b.tensor({params}, DType::f32),
-                 param = b.tensor({params}), control = b.empty({4}, DType::f64),
+    const Tensor master = b.tensor({params}, DType::f32), grad = b.tensor({params}, DType::f32),
+                 param = b.tensor({params}), control = b.empty({Control::size}, DType::f64),
                  total = b.empty({1}, DType::f64);
-    k.fill(b.stream, v, 1);
     k.fill(b.stream, control, 1);
-    for (bool stochastic : {false, true})
-        b.bytes(stochastic ? "adamw, stochastic (124M)" : "adamw (124M)", double(params) * 30, [&] {
-            k.adamw(b.stream, {.param = param,
-                               .master = master,
-                               .m = m,
-                               .v = v,
-                               .grad = grad,
-                               .control = control,
-                               .lr = 1e-4,
-                               .beta1 = 0.9,
-                               .beta2 = 0.95,
-                               .eps = 1e-8,
-                               .weight_decay = 0.1,
-                               .stochastic = stochastic});
-        });
+    for (DType moments : {DType::f32, DType::bf16}) {
+        const Tensor m = b.tensor({params}, moments), v = b.tensor({params}, moments);
+        k.fill(b.stream, v, 1);
+        for (const Tensor& w : {master, param}) {
+            const int64_t bytes = 4 + 4 * size_of(moments) + (w.dtype == DType::f32 ? 10 : 4);
+            b.bytes(concat("adamw, ", name_of(moments), " moments, ", name_of(w.dtype),
+                           " master (124M)"),
+                    double(params * bytes), [&] {
+                        k.adamw(b.stream, {.param = param,
+                                           .master = w,
+                                           .m = m,
+                                           .v = v,
+                                           .grad = grad,
+                                           .control = control,
+                                           .lr = 1e-4,
+                                           .beta1 = 0.9,
+                                           .beta2 = 0.95,
+                                           .eps = 1e-8,
+                                           .weight_decay = 0.1});
+                    });
+        }
+    }
     b.bytes("sum_squares (124M, fp32)", double(params) * 4,
             [&] { k.sum_squares(b.stream, total, grad, false); });
     b.bytes("cast fp32 -> bf16 (124M)", double(params) * 6,

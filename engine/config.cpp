@@ -9,6 +9,7 @@
 #include <cstdio>
 
 #include "engine/options.h"
+#include "engine/precision.h"
 #include "kernels/text.h"
 
 namespace torus {
@@ -216,6 +217,7 @@ void check_relations(const Config& c) {
     check_device(c);
     check_profile(c);
     check_attention(c);
+    run_loss_scale(c, DType::f32);
     const int modes = int(c.plan) + int(!c.generate.empty()) + int(!c.verify.empty());
     require(modes <= 1, Exit::usage,
             "--plan, --generate and --verify: each is a run of its own; give one of them");

@@ -82,6 +82,7 @@ std::string console_line(const StepRecord& r) {
     fields.push_back({milliseconds(r.step_ms), 2});
     if (r.peak_gib > 0) fields.push_back({format("%.2f GiB", r.peak_gib), 1});
     if (r.eta_s >= 0) fields.push_back({"eta " + human_duration(r.eta_s), 7});
+    if (r.loss_scale != 1) fields.push_back({format("scale %.0f", r.loss_scale), 0});
     if (r.update_skipped)
         fields.push_back(
             {format("update skipped: not finite (%lld so far)", static_cast<long long>(r.skipped)),
@@ -90,15 +91,15 @@ std::string console_line(const StepRecord& r) {
 }
 
 std::string json_line(const StepRecord& r) {
-    return concat("{\"step\":", r.step, ",\"steps\":", r.steps, ",\"loss\":", json_number(r.loss),
-                  ",\"grad_norm\":", json_number(r.grad_norm), ",\"lr\":", json_number(r.lr),
-                  ",\"tokens\":", r.tokens, ",\"skipped\":", r.skipped,
-                  ",\"update_skipped\":", r.update_skipped ? "true" : "false",
-                  ",\"tokens_per_s\":", json_number(r.tokens_per_s),
-                  ",\"mfu\":", r.mfu < 0 ? "null" : json_number(r.mfu),
-                  ",\"step_ms\":", json_number(r.step_ms),
-                  ",\"peak_gib\":", json_number(r.peak_gib),
-                  ",\"eta_s\":", r.eta_s < 0 ? "null" : json_number(r.eta_s), "}");
+    return concat(
+        "{\"step\":", r.step, ",\"steps\":", r.steps, ",\"loss\":", json_number(r.loss),
+        ",\"grad_norm\":", json_number(r.grad_norm), ",\"lr\":", json_number(r.lr),
+        ",\"tokens\":", r.tokens, ",\"loss_scale\":", json_number(r.loss_scale),
+        ",\"skipped\":", r.skipped, ",\"update_skipped\":", r.update_skipped ? "true" : "false",
+        ",\"tokens_per_s\":", json_number(r.tokens_per_s),
+        ",\"mfu\":", r.mfu < 0 ? "null" : json_number(r.mfu),
+        ",\"step_ms\":", json_number(r.step_ms), ",\"peak_gib\":", json_number(r.peak_gib),
+        ",\"eta_s\":", r.eta_s < 0 ? "null" : json_number(r.eta_s), "}");
 }
 
 // The step of a record, or -1 when the line is not one of ours or is torn.

@@ -15,6 +15,7 @@ struct StepRecord {
     double peak_gib = 0;  // device memory
     double eta_s = -1;
     int64_t tokens = 0;           // seen so far in the run
+    double loss_scale = 1;        // of the next step
     int64_t skipped = 0;          // optimizer steps skipped for non-finite gradients
     bool update_skipped = false;  // in this step
 };

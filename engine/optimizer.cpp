@@ -11,17 +11,18 @@ Optimizer::Optimizer(Kernels& k, Parameters& params, const Config& c, Comm* all)
       beta2_(c.beta2),
       eps_(c.eps),
       weight_decay_(c.weight_decay),
-      grad_clip_(c.grad_clip) {}
+      grad_clip_(c.grad_clip),
+      seed_(c.seed) {}
 
 void Optimizer::plan(Layout& layout) const { layout.add("optimizer/sum_squares", DType::f64, {1}); }
 
 void Optimizer::bind(const Arena& arena) { sum_squares_ = arena["optimizer/sum_squares"]; }
 
-void Optimizer::step(Stream& s, double lr, double unscale) {
+void Optimizer::step(Stream& s, double lr) {
     Parameters& p = params_;
     if (all_) all_->all_reduce(s, p.gradients);
     k_.sum_squares(s, sum_squares_, p.gradients, false);
-    k_.grad_control(s, p.control, sum_squares_, grad_clip_, unscale);
+    k_.grad_control(s, p.control, sum_squares_, grad_clip_, p.loss_scaling());
     for (const Component& c : p.components()) {
         struct Range {
             int64_t begin, end;
@@ -41,7 +42,9 @@ void Optimizer::step(Stream& s, double lr, double unscale) {
                          .beta1 = beta1_,
                          .beta2 = beta2_,
                          .eps = eps_,
-                         .weight_decay = r.weight_decay});
+                         .weight_decay = r.weight_decay,
+                         .seed = seed_,
+                         .offset = uint64_t(r.begin)});
         }
     }
 }

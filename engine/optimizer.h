@@ -13,15 +13,15 @@ public:
     Optimizer(Kernels&, Parameters&, const Config&, Comm* all = nullptr);
     void plan(Layout&) const;  // owner "optimizer/"
     void bind(const Arena&);
-    // Sum over ranks, norm, clip, update at learning rate `lr`. `unscale` is multiplied into every
-    // gradient first (fp16 loss scaling; 1 otherwise).
-    void step(Stream&, double lr, double unscale = 1);
+    // Sum over ranks, norm, unscale and clip, update at learning rate `lr`.
+    void step(Stream&, double lr);
 
 private:
     Kernels& k_;
     Parameters& params_;
     Comm* all_;
     double beta1_, beta2_, eps_, weight_decay_, grad_clip_;
+    uint64_t seed_;       // of stochastic rounding
     Tensor sum_squares_;  // f64 (1)
 };
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "engine/precision.h"
+#include "kernels/float16.h"
 #include "kernels/rng.h"
 
 namespace torus {
@@ -33,23 +35,48 @@ void upload(Parameters& p, Kernels& k, Stream& s, const Tensor& flat,
     }
 }
 
-void clear_moments(Parameters& p, Kernels& k, Stream& s) {
+void clear_state(Parameters& p, Kernels& k, Stream& s) {
     if (!p.m) return;
     k.fill(s, p.m, 0);
     k.fill(s, p.v, 0);
     k.fill(s, p.control, 0);
+    k.fill(s, p.loss_scale(), p.loss_scaling().initial);
+}
+
+// A file from before the loss scale has the first four numbers. A scale that stays is the flag's,
+// not the file's.
+void load_control(Parameters& p, Kernels& k, Stream& s, const TensorSource& source) {
+    constexpr int64_t without_scale = Control::skipped + 1;
+    const Tensor saved = source.find("control");
+    const int64_t n = saved.numel();
+    require(saved.dtype == DType::f64 && (n == Control::size || n == without_scale), Exit::bad_data,
+            source.path(), ": control is ", name_of(saved.dtype), " ", saved.shape.str(),
+            ", expected fp64 (", int(Control::size),
+            "); this is not an optimizer file of this program");
+    std::vector<double> control(Control::size);
+    std::copy_n(saved.as<const double>(), n, control.begin());
+    for (int i : {Control::applied, Control::skipped, Control::skipped_now, Control::good})
+        require(control[size_t(i)] >= 0 && control[size_t(i)] < 0x1p53, Exit::bad_data,
+                source.path(), ": control[", i, "] is ", control[size_t(i)],
+                ", expected a count; the file is damaged");
+    double& scale = control[Control::loss_scale];
+    require(n == without_scale || is_loss_scale(scale), Exit::bad_data, source.path(),
+            ": the loss scale is ", scale, ", expected a power of two; the file is damaged");
+    if (n == without_scale || p.loss_scaling().window == 0) scale = p.loss_scaling().initial;
+    k.device().copy(s, p.control.data, control.data(), p.control.bytes());
+    k.device().synchronize(s);
 }
 
 void fill_random(const Param& param, Tensor host, uint64_t seed, uint64_t stream) {
     const int64_t n = host.numel();
-    const bool f64 = host.dtype == DType::f64;
-    CHECK(f64 || host.dtype == DType::f32);
     auto put = [&](int64_t i, double x) {
-        if (f64)
-            host.as<double>()[i] = x;
-        else
-            host.as<float>()[i] = float(x);
+        switch (host.dtype) {
+            case DType::f64: host.as<double>()[i] = x; return;
+            case DType::f32: host.as<float>()[i] = float(x); return;
+            default: host.as<uint16_t>()[i] = float_to_bf16(float(x)); return;
+        }
     };
+    CHECK(host.dtype == DType::f64 || host.dtype == DType::f32 || host.dtype == DType::bf16);
     switch (param.spec.init) {
         case Init::zeros:
             for (int64_t i = 0; i < n; ++i) put(i, 0);
@@ -69,8 +96,9 @@ void fill_random(const Param& param, Tensor host, uint64_t seed, uint64_t stream
 
 }  // namespace
 
-Parameters::Parameters(const ModelConfig& model, const Family& family, const Precision& precision)
-    : precision_(precision), tied_(model.tied) {
+Parameters::Parameters(const ModelConfig& model, const Family& family, const Precision& precision,
+                       const LossScale& loss_scaling)
+    : precision_(precision), loss_scaling_(loss_scaling), tied_(model.tied) {
     const ParamTable table = family.params(model);
     auto add = [&](const std::string& name, const std::vector<ParamSpec>& specs, int64_t l) {
         Component c;
@@ -98,9 +126,9 @@ void Parameters::plan(Layout& layout, bool train) const {
         layout.add("optimizer/master", precision_.master, {elements_});
     if (!train) return;
     layout.add("gradients/all", precision_.grad, {elements_});
-    layout.add("optimizer/m", precision_.master, {elements_});
-    layout.add("optimizer/v", precision_.master, {elements_});
-    layout.add("optimizer/control", DType::f64, {4});
+    layout.add("optimizer/m", precision_.moments, {elements_});
+    layout.add("optimizer/v", precision_.moments, {elements_});
+    layout.add("optimizer/control", DType::f64, {Control::size});
 }
 
 void Parameters::bind(const Arena& arena, bool train) {
@@ -136,13 +164,17 @@ Tensor Parameters::part(const Tensor& flat, const Param& p) const {
     return range(flat, p.offset, p.spec.shape.numel()).view(p.spec.shape);
 }
 
+Tensor Parameters::loss_scale() const {
+    return control ? control.rows(Control::loss_scale, 1) : Tensor{};
+}
+
 void initialize(Parameters& p, Kernels& k, Stream& s, uint64_t seed) {
     k.fill(s, p.master, 0);
     uint64_t tensor = 0;
     upload(p, k, s, p.master,
            [&](const Param& param, Tensor host) { fill_random(param, host, seed, tensor++); });
     publish_weights(p, k, s);
-    clear_moments(p, k, s);
+    clear_state(p, k, s);
 }
 
 void load_weights(Parameters& p, Kernels& k, Stream& s, const TensorSource& source) {
@@ -151,21 +183,16 @@ void load_weights(Parameters& p, Kernels& k, Stream& s, const TensorSource& sour
         read_param(source, param.spec, param.layer, host);
     });
     publish_weights(p, k, s);
-    clear_moments(p, k, s);
+    clear_state(p, k, s);
 }
 
 void load_optimizer(Parameters& p, Kernels& k, Stream& s, const TensorSource& source) {
-    clear_moments(p, k, s);
+    clear_state(p, k, s);
     for (const auto& [prefix, flat] : {std::pair<const char*, Tensor>{"m.", p.m}, {"v.", p.v}})
         upload(p, k, s, flat, [&, prefix = prefix](const Param& param, Tensor host) {
             read_param(source, param.spec, param.layer, host, prefix);
         });
-    const Tensor control = source.find("control");
-    require(control.dtype == DType::f64 && control.numel() == 4, Exit::bad_data, source.path(),
-            ": control is ", name_of(control.dtype), " ", control.shape.str(),
-            ", expected fp64 (4); this is not an optimizer file of this program");
-    k.device().copy(s, p.control.data, control.data, control.bytes());
-    k.device().synchronize(s);
+    load_control(p, k, s, source);
 }
 
 void publish_weights(Parameters& p, Kernels& k, Stream& s) {

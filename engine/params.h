@@ -29,7 +29,7 @@ struct Component {
 
 class Parameters {
 public:
-    Parameters(const ModelConfig&, const Family&, const Precision&);
+    Parameters(const ModelConfig&, const Family&, const Precision&, const LossScale& = {});
 
     // Owners "weights/", "gradients/", "optimizer/". A model that is only run forward plans
     // weights.
@@ -45,7 +45,9 @@ public:
 
     // Flat arrays of elements() each; master is weights' own memory when their types agree.
     Tensor weights, gradients, master, m, v;
-    Tensor control;  // f64 (4), see Kernels::grad_control
+    Tensor control;             // f64 (Control::size)
+    Tensor loss_scale() const;  // of control, f64 (1); absent when only run forward
+    const LossScale& loss_scaling() const { return loss_scaling_; }
 
     // Zeroes the gradients that a backward pass only adds to: all but those of the layers' and the
     // head's matrices, which their products overwrite. (A tied head adds to the embedding's.)
@@ -55,15 +57,16 @@ public:
 
 private:
     Precision precision_;
+    LossScale loss_scaling_;
     bool tied_;
     std::vector<Component> components_;
     int64_t elements_ = 0;
 };
 
 // Random weights by the specs' rules: a function of (seed, tensor, element) alone. Clears the
-// moments.
+// optimizer's state.
 void initialize(Parameters&, Kernels&, Stream&, uint64_t seed);
-// Weights from files in the Hugging Face layout; clears the moments.
+// Weights from files in the Hugging Face layout; clears the optimizer's state.
 void load_weights(Parameters&, Kernels&, Stream&, const TensorSource&);
 // Moments and control of a checkpoint's optimizer.safetensors.
 void load_optimizer(Parameters&, Kernels&, Stream&, const TensorSource&);

@@ -5,6 +5,7 @@
 #include <iomanip>
 
 #include "engine/log.h"
+#include "engine/precision.h"
 
 namespace torus {
 namespace {
@@ -25,7 +26,8 @@ WorkspaceDims larger(const WorkspaceDims& a, const WorkspaceDims& b) {
 
 Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, const Config& config,
                  const Options& o)
-    : params(model, family, k.precision()),
+    : params(model, family, run_precision(config, k.precision()),
+             run_loss_scale(config, k.precision().act)),
       k_(k),
       model_(model),
       family_(family),
@@ -53,7 +55,7 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
         optimizer->plan(device_);
     }
     if (o.logits) device_.add("verify/logits", k.precision().act, {o.B * o.S, model.V});
-    pinned_.add("trainer/readback", DType::f64, {2, 5});
+    pinned_.add("trainer/readback", DType::f64, {2, 1 + Control::size});
     if (o.sample_context > 0) {
         sampler = std::make_unique<Sampler>(k, model, family, params, o.sample_context);
         sampler->plan(device_);

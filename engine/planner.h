@@ -41,8 +41,9 @@ public:
     // The high-water mark is the plan: throws otherwise.
     void check_high_water() const;
 
-    Tensor logits() const { return device_arena_["verify/logits"]; }       // act (B*S, V)
-    Tensor readback() const { return pinned_arena_["trainer/readback"]; }  // pinned f64 (2,5)
+    Tensor logits() const { return device_arena_["verify/logits"]; }  // act (B*S, V)
+    // pinned f64 (2, 1 + Control::size): loss and control of two steps
+    Tensor readback() const { return pinned_arena_["trainer/readback"]; }
     Kernels& kernels() { return k_; }
     Stream& stream() { return stream_; }
     Parameters params;

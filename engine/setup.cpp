@@ -10,6 +10,8 @@
 #include <omp.h>
 #endif
 
+#include "engine/precision.h"
+
 namespace torus {
 namespace {
 
@@ -65,6 +67,14 @@ std::string millions(int64_t n) {
     return out.str();
 }
 
+// What the optimizer's state has less than usual.
+std::string state_text(const Precision& p) {
+    std::string out;
+    if (p.moments == DType::bf16) out += ", bf16 moments";
+    if (p.master == DType::bf16) out += ", no master weights";
+    return out;
+}
+
 }  // namespace
 
 std::string resolve_device(const Config& c) {
@@ -90,6 +100,7 @@ Setup make_setup(const Config& c, int gpu) {
     require(
         c.profile_steps.empty() || device == "cuda", Exit::no_device,
         "--profile-steps: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
+    const Precision precision = run_precision(c, precision_of(dtype));
 
     if (is_preset(c.model)) {
         s.model = model_preset(c.model);
@@ -129,9 +140,10 @@ Setup make_setup(const Config& c, int gpu) {
     else
         s.kernels = make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
     if (cudnn) use_cudnn_attention(*s.kernels);
-    s.summary = concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ",
-                       s.model.L, ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ",
-                       s.model.V, "), ", name_of(dtype), " on ", s.kernels->device().name());
+    s.summary =
+        concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ", s.model.L,
+               ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ", s.model.V, "), ",
+               name_of(dtype), state_text(precision), " on ", s.kernels->device().name());
     return s;
 }
 

@@ -44,7 +44,7 @@ CheckpointFiles checkpoint_files(Machine& m, const ModelConfig& model,
     add_tensors(files.model, m, m.params.master, "");
     add_tensors(files.optimizer, m, m.params.m, "m.");
     add_tensors(files.optimizer, m, m.params.v, "v.");
-    files.optimizer.push_back({"control", DType::f64, {4}, [&m](void* dst) {
+    files.optimizer.push_back({"control", DType::f64, m.params.control.shape, [&m](void* dst) {
                                    m.kernels().device().copy(m.stream(), dst, m.params.control.data,
                                                              m.params.control.bytes());
                                    m.kernels().device().synchronize(m.stream());

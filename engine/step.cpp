@@ -151,7 +151,8 @@ void Step::run_head(Stream& s, double dloss, bool backward, Tensor logits) {
                .targets = targets_.view({rows()}),
                .loss = losses_,
                .logits = logits,
-               .dloss = dloss});
+               .dloss = dloss,
+               .loss_scale = params_.loss_scale()});
     k_.sum(s, loss_sum_, losses_, true);
 }
 

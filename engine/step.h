@@ -35,8 +35,9 @@ public:
     // Starts an optimizer step or an evaluation: loss_sum() is 0, and the next forward_backward
     // starts the gradients anew.
     void begin(Stream&);
-    // Adds d(dloss * sum of token losses)/d(weights) to the gradients, and the sum of token losses
-    // to loss_sum(). `logits`, (N,V) act, is written when given.
+    // Adds d(dloss * sum of token losses)/d(weights), times the parameters' loss scale, to the
+    // gradients, and the sum of token losses to loss_sum(). `logits`, (N,V) act, is written when
+    // given.
     void forward_backward(Stream&, const Batch&, double dloss, Tensor logits = {});
     // Adds the sum of token losses to loss_sum().
     void forward(Stream&, const Batch&);

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "engine/eval.h"
+#include "engine/precision.h"
 #include "engine/schedule.h"
 #include "engine/state.h"
 #include "engine/stop_signal.h"
@@ -16,6 +17,10 @@ std::string new_run_id() {
     for (int i = 0; i < 4; ++i) out << std::hex << (random() & 0xffffu);
     return out.str();
 }
+
+// Updates skipped in a row after which a run ends: enough for the loss scale to go from its highest
+// to its lowest (24 times half), and six more.
+constexpr int64_t most_skips = 30;
 
 // Peak bf16 tensor throughput of devices whose figure is known; 0 otherwise.
 double peak_flops(const Device& device) {
@@ -110,7 +115,8 @@ void Trainer::check_resumable(const CheckpointState& old, const std::string& fol
     };
     same("the model", old.model_json, state_.model_json,
          "resume with the same --model and --tokenizer");
-    same("the precision", old.precision, state_.precision, "resume with the same --dtype");
+    same("the optimizer's state", old.precision, state_.precision,
+         "resume with the same --dtype, --moments and --master-weights");
     same("the data", old.data_fingerprint, state_.data_fingerprint,
          "to go on with other data, start a new --save-dir from these weights (--model FOLDER)");
 }
@@ -121,7 +127,7 @@ void Trainer::resume_or_start() {
     const std::string found = world_.from_first(store_ ? store_->newest() : "");
     state_ = {.run_id = new_run_id(), .config_toml = to_toml(c_)};
     state_.model_json = model_signature(setup_.model);
-    state_.precision = name_of(setup_.kernels->precision().master);
+    state_.precision = state_types(run_precision(c_, setup_.kernels->precision()));
     state_.data_fingerprint = loader_->fingerprint();
     require(!found.empty() || c_.resume != ResumeMode::must, Exit::missing_input,
             "--resume must: ", c_.save_dir,
@@ -185,9 +191,9 @@ void Trainer::train_step(int64_t step) {
                     .steps = c_.steps,
                     .lr = lr,
                     .tokens = state_.next_sequence * c_.seq_length};
-    double* out = m.readback().as<double>() + 5 * next->slot;
+    double* out = m.readback().rows(next->slot, 1).as<double>();
     k.device().copy(s, out, m.step->loss_sum().data, int64_t(sizeof(double)));
-    k.device().copy(s, out + 1, m.params.control.data, int64_t(4 * sizeof(double)));
+    k.device().copy(s, out + 1, m.params.control.data, m.params.control.bytes());
     k.device().record(done_[next->slot], s);
     report();
     pending_ = std::move(next);
@@ -199,12 +205,14 @@ void Trainer::report() {
     Machine& m = *machine_;
     Device& device = m.kernels().device();
     device.synchronize(done_[pending_->slot]);
-    const double* r = m.readback().as<double>() + 5 * pending_->slot;
+    const double* loss = m.readback().rows(pending_->slot, 1).as<double>();
+    const double* control = loss + 1;
     StepRecord& record = pending_->record;
-    record.loss = pending_->valid ? r[0] / double(pending_->valid) : 0;
-    record.grad_norm = pending_->valid ? r[1] : 0;
-    record.update_skipped = !pending_->valid || r[2] == 0;
-    record.skipped = int64_t(r[4]);
+    record.loss = pending_->valid ? *loss / double(pending_->valid) : 0;
+    record.grad_norm = pending_->valid ? control[Control::norm] : 0;
+    record.update_skipped = !pending_->valid || control[Control::coefficient] == 0;
+    record.skipped = int64_t(control[Control::skipped]);
+    record.loss_scale = control[Control::loss_scale];
     record.step_ms = device.elapsed_ms(begin_[pending_->slot], done_[pending_->slot]);
     record.tokens_per_s = double(step_sequences(c_, world_) * c_.seq_length) / record.step_ms * 1e3;
     if (const double peak = peak_flops(device) * world_.size(); peak > 0)
@@ -216,6 +224,10 @@ void Trainer::report() {
         timed_steps_ > 1 ? timed_ms_ / double(timed_steps_ - 1) : record.step_ms;
     record.eta_s = per_step * 1e-3 * double(c_.steps - record.step);
     if (log_) log_->step(record);
+    require(control[Control::skipped_now] < most_skips, Exit::internal, "step ", record.step,
+            ": the gradients of the last ", most_skips,
+            " updates were not finite, so nothing was learnt in them; lower --lr or raise "
+            "--warmup-steps, and start from an earlier checkpoint or from good weights");
     pending_.reset();
 }
 

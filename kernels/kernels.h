@@ -5,10 +5,11 @@
 // Dims: B batch, T tokens of one sequence on this rank, N = B*T rows, C channels, H heads, Hk
 // key-value heads, D head dim, F feed-forward width, V vocabulary, Vp V padded, O output features.
 // Types: "act" activations and working weights, "stat" statistics and losses, "grad" gradient
-// accumulators, "master" master weights and moments; see Precision. A Tensor marked (pitched) may
-// have a row pitch, every other one is contiguous. "+=" adds to what is there; everything else is
-// overwritten. Outputs never alias inputs unless the comment says so. Every op is asynchronous on
-// its stream, deterministic, and throws Error on shapes or types that do not fit.
+// accumulators, "master" master weights, "moments" AdamW's averages; see Precision. A Tensor marked
+// (pitched) may have a row pitch, every other one is contiguous. "+=" adds to what is there;
+// everything else is overwritten. Outputs never alias inputs unless the comment says so. Every op
+// is asynchronous on its stream, deterministic, and throws Error on shapes or types that do not
+// fit.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -20,10 +21,11 @@
 namespace torus {
 
 struct Precision {
-    DType act, stat, grad, master;
+    DType act, stat, grad, master, moments;
 };
 
-// fp64 -> all fp64; fp32 -> all fp32; bf16, fp16 -> act in that type, the rest fp32.
+// fp64 -> all fp64; fp32 -> all fp32; bf16, fp16 -> act in that type, the rest fp32. A run may keep
+// less: master in bf16 like act, moments in bf16.
 Precision precision_of(DType dtype);
 
 // Upper bounds over all ops that will be queued on one stream; decides its workspace.
@@ -65,16 +67,46 @@ struct AttnGrad {
     Tensor o = {};  // optional, act (B,Tq,H,D) (pitched): for cuDNN, which makes its own delta
 };
 
+// The numbers of a control tensor, f64 (Control::size): what the optimizer decides and counts. They
+// live on the device, so that no step waits for the host.
+struct Control {
+    enum : int {
+        norm,         // of the unscaled gradients
+        coefficient,  // of the gradients in this update: unscales and clips; 0 = skip the update
+        applied,      // updates made
+        skipped,      // updates skipped, since the norm was not finite
+        skipped_now,  // of these, without a made one since
+        loss_scale,   // of the next backward pass
+        good,         // updates made since the scale changed or one was skipped
+        size
+    };
+};
+
+// How the loss scale moves (Micikevicius et al. 2018; the rule of PyTorch's GradScaler): halved
+// when an update is skipped, doubled after `window` updates without a skip, within the bounds. It
+// is always a power of two, so that scaling and unscaling change no digit of a gradient.
+struct LossScale {
+    double initial = 1;
+    int64_t window = 0;                                    // 0: the scale stays as it is
+    static constexpr double lowest = 1, highest = 0x1p24;  // the highest of NVIDIA's Apex
+};
+
 // AdamW over flat ranges of equal length n (Loshchilov & Hutter; the update order of PyTorch's
-// AdamW). control: see grad_control. Nothing changes when control says the step is skipped.
+// AdamW). Nothing changes when control says the update is skipped.
+//
+// Types: m and v are both of the master's type or both bf16. A bf16 param may be its own master.
+// State in bf16 is rounded stochastically: to nearest, an increment below half of its last digit
+// (1/512) would be lost every time. The random numbers of element i at update t are words
+// offset + i of the streams in kernels/rng.h: with `offset` the place of the range in the whole,
+// they depend on no partition of it.
 struct AdamW {
-    Tensor param;  // act (n): written from master; the same memory as master when types agree
-    Tensor master, m, v;  // master (n)
-    Tensor grad;          // grad (n)
-    Tensor control;       // f64 (4)
+    Tensor param;    // act (n): master rounded to nearest; the same memory when types agree
+    Tensor master;   // master (n)
+    Tensor m, v;     // moments (n)
+    Tensor grad;     // grad (n)
+    Tensor control;  // f64 (Control::size)
     double lr, beta1, beta2, eps, weight_decay;
-    bool stochastic = false;                       // round master -> bf16 param stochastically
-    uint64_t seed = 0, stream_id = 0, offset = 0;  // random number index = offset + element
+    uint64_t seed = 0, offset = 0;
 };
 
 struct Kernels {
@@ -170,21 +202,22 @@ struct Kernels {
 
     // --- loss -----------------------------------------------------------------------------------
     // loss stat (n) = -log softmax(logits act (n,Vp)[:V])[target]; targets i32 (n), negative =
-    // ignored (loss 0). dlogits act (n,Vp), optional, may be logits: dloss * d(loss)/d(logits), 0
-    // in columns from V on.
+    // ignored (loss 0). dlogits act (n,Vp), optional, may be logits: dloss * loss_scale *
+    // d(loss)/d(logits), 0 in columns from V on. loss_scale f64 (1), optional: on the device.
     virtual void classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogits, Tensor targets,
-                            int64_t V, double dloss) = 0;
+                            int64_t V, double dloss, Tensor loss_scale) = 0;
 
     // --- reductions and optimizer ---------------------------------------------------------------
     // out f64 (1) = or += sum of x (float type, any shape)
     virtual void sum(Stream&, Tensor out, Tensor x, bool accumulate) = 0;
     virtual void sum_squares(Stream&, Tensor out, Tensor x, bool accumulate) = 0;
-    // control f64 (4) = {norm, coefficient, applied, skipped}: norm = sqrt(sum_squares) * unscale;
-    // coefficient = unscale * min(1, max_norm / (norm + 1e-6)) and applied += 1; if the norm is not
-    // finite: coefficient = 0 and skipped += 1. max_norm <= 0 never clips.
+    // Control f64 (Control::size) of one update: norm = sqrt(sum_squares) / loss_scale. Finite:
+    // coefficient = min(1, max_norm / (norm + 1e-6)) / loss_scale, it counts as applied, and the
+    // scale may double. Otherwise coefficient = 0, it counts as skipped, and the scale is halved.
+    // max_norm <= 0 never clips.
     virtual void grad_control(Stream&, Tensor control, Tensor sum_squares, double max_norm,
-                              double unscale) = 0;
-    // Gradient = control.coefficient * grad; bias correction uses control.applied.
+                              const LossScale&) = 0;
+    // Gradient = coefficient * grad; the bias correction uses the count of applied updates.
     virtual void adamw(Stream&, const AdamW&) = 0;
 };
 

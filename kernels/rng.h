@@ -39,6 +39,12 @@ TORUS_HD inline uint32_t random_bits(uint64_t seed, uint64_t stream, uint64_t in
     return philox(seed, stream, index >> 2).v[index & 3];
 }
 
+// The streams of the optimizer's stochastic rounding at its update t, apart from all others
+// ("round"): one word an element, of which m takes the low half and v the high one, and one word
+// for weights without a master, which take the low half.
+TORUS_HD inline uint64_t moments_stream(uint64_t t) { return 0x726f756e64000000u + 2 * t; }
+TORUS_HD inline uint64_t weights_stream(uint64_t t) { return moments_stream(t) + 1; }
+
 // In (0, 1): never 0, so a logarithm of it is finite.
 TORUS_HD inline double random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
     const Random4 r = philox(seed, stream, index);

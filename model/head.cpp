@@ -53,7 +53,8 @@ void Head::run(Ctx& ctx, const Family& family, const TensorMap& w, const TensorM
         k.matmul_forward(s, logits, normed, weight, Tensor(), Tensor());
         if (io.logits) k.cast(s, io.logits.rows(begin, n), logits.slice(1, 0, c.V));
         const Tensor dlogits = io.dx ? logits : Tensor();
-        k.classifier(s, io.loss.rows(begin, n), logits, dlogits, targets, c.V, io.dloss);
+        k.classifier(s, io.loss.rows(begin, n), logits, dlogits, targets, c.V, io.dloss,
+                     io.loss_scale);
         if (!io.dx) continue;
 
         k.matmul_backward_weight(s, dw[name], Tensor(), dlogits, normed, accumulate);

@@ -154,12 +154,13 @@ std::vector<std::string> model_preset_names();
 // gradient.
 struct Head {
     struct Io {
-        Tensor x;          // act (N,C): the last block's output
-        Tensor dx;         // act (N,C), written; absent for loss only
-        Tensor targets;    // i32 (N), negative = ignored
-        Tensor loss;       // stat (N): loss of each token, 0 where ignored
-        Tensor logits;     // act (N,V) optional: the logits, for comparison with references
-        double dloss = 1;  // gradient of the objective with respect to each token's loss
+        Tensor x;           // act (N,C): the last block's output
+        Tensor dx;          // act (N,C), written; absent for loss only
+        Tensor targets;     // i32 (N), negative = ignored
+        Tensor loss;        // stat (N): loss of each token, 0 where ignored
+        Tensor logits;      // act (N,V) optional: the logits, for comparison with references
+        double dloss = 1;   // gradient of the objective with respect to each token's loss
+        Tensor loss_scale;  // f64 (1) optional, on the device: multiplies dloss
     };
     // Rows of one chunk such that its logits take at most about 256 MiB; at least 1, at most N.
     static int64_t chunk_rows(const ModelConfig&, const Precision&, int64_t N);

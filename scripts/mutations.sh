@@ -245,6 +245,41 @@ fault 'training: the loss of one rank' engine/trainer.cpp train_gpt 'Ranks.test_
 ----
 END
 
+fault 'optimizer: a skip keeps the loss scale' kernels/cpu/adamw.cpp test_engine 'an infinite gradient*' <<'END'
+        if (rule.window > 0) scale = std::max(rule.lowest, scale / 2);
+----
+END
+fault 'optimizer: a clipped gradient keeps its scale' kernels/cpu/adamw.cpp test_engine 'a loss scale changes no bit*' <<'END'
+c[Control::coefficient] = clip / scale;
+----
+c[Control::coefficient] = clip < 1 ? clip : clip / scale;
+END
+fault 'optimizer: the scale does not reach the loss' engine/step.cpp test_engine 'gradients carry*' <<'END'
+.loss_scale = params_.loss_scale()
+----
+.loss_scale = {}
+END
+fault 'optimizer: a resume starts with the first scale' engine/params.cpp test_engine 'a resume goes on*' <<'END'
+if (n == without_scale || p.loss_scaling().window == 0) scale
+----
+scale
+END
+fault 'optimizer: moments rounded to nearest' kernels/cpu/adamw.cpp test_kernels 'small increments*' <<'END'
+to[i] = float_to_bf16_stochastic(float(values[i]), word >> low);
+----
+to[i] = float_to_bf16_stochastic(float(values[i]), 0x8000u + 0 * (word >> low));
+END
+fault 'optimizer: the same random bits each step' kernels/cpu/adamw.cpp test_kernels 'adamw in every*' <<'END'
+store(a, a.m, i, n, m, moments_stream(s.count), 0);
+----
+store(a, a.m, i, n, m, moments_stream(1), 0);
+END
+fault 'optimizer: the same random bits in each range' engine/optimizer.cpp test_engine 'random bits belong*' <<'END'
+.offset = uint64_t(r.begin)
+----
+.offset = 0
+END
+
 echo "$noticed noticed, ${#survived[@]} survived"
 for name in "${survived[@]+"${survived[@]}"}"; do echo "  $name"; done
 [ ${#survived[@]} = 0 ]

@@ -27,12 +27,14 @@ CLONES double exponentials(T* out, const T* x, T max, int64_t n) {
 
 template <class T>
 void CpuKernels<T>::classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogits, Tensor targets,
-                               int64_t V, double dloss) {
+                               int64_t V, double dloss, Tensor loss_scale) {
     expect_rank("classifier", "logits", logits, type, 2);
     const int64_t n = logits.dim(0), Vp = logits.dim(1);
     expect("classifier", "loss", loss, type, {n});
     expect("classifier", "targets", targets, DType::i32, {n});
     if (dlogits) expect("classifier", "dlogits", dlogits, type, {n, Vp});
+    if (loss_scale) expect("classifier", "loss_scale", loss_scale, DType::f64, {1});
+    if (loss_scale) dloss *= *loss_scale.as<double>();
     CHECK(V > 0 && V <= Vp, ": classifier: vocabulary ", V, " of ", Vp, " columns");
     const int32_t* target = targets.as<int32_t>();
     for (int64_t i = 0; i < n; ++i)
@@ -58,6 +60,6 @@ void CpuKernels<T>::classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogi
     });
 }
 
-INSTANTIATE(classifier, (Stream&, Tensor, Tensor, Tensor, Tensor, int64_t, double));
+INSTANTIATE(classifier, (Stream&, Tensor, Tensor, Tensor, Tensor, int64_t, double, Tensor));
 
 }  // namespace torus

@@ -87,11 +87,11 @@ public:
     void attention_backward(Stream&, const AttnGrad&) override;
     void attention_merge(Stream&, Tensor o, Tensor lse, Tensor o2, Tensor lse2) override;
     void classifier(Stream&, Tensor loss, Tensor logits, Tensor dlogits, Tensor targets, int64_t V,
-                    double dloss) override;
+                    double dloss, Tensor loss_scale) override;
     void sum(Stream&, Tensor out, Tensor x, bool accumulate) override;
     void sum_squares(Stream&, Tensor out, Tensor x, bool accumulate) override;
     void grad_control(Stream&, Tensor control, Tensor sum_squares, double max_norm,
-                      double unscale) override;
+                      const LossScale&) override;
     void adamw(Stream&, const AdamW&) override;
 
 private:

@@ -85,7 +85,7 @@ __device__ __forceinline__ OnlineSum online_sum(const T* x, int V) {
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(float* loss, const T* logits, T* dlogits, const int32_t* targets, int V,
-                      int Vp, float dloss) {
+                      int Vp, float dloss, const double* loss_scale) {
     const int64_t row = blockIdx.x;
     const int target = targets[row];
     const T* x = logits + row * Vp;
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) loss[row] = logf(s.sum) + s.top - at_target;
     if (!dx) return;
     __syncthreads();  // all have read the target's logit before dlogits overwrites it
+    if (loss_scale) dloss *= float(*loss_scale);
     const float factor = dloss / s.sum;
     for (int c = int(threadIdx.x) * W; c < Vp; c += kThreads * W) {
         Vec<T, W> v = load<W>(x + c), d;
@@ -116,12 +117,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- launchers -----------------------------------------------------------------------------------
 void CudaKernels::classifier(Stream& stream, Tensor loss, Tensor logits, Tensor dlogits,
-                             Tensor targets, int64_t V, double dloss) {
+                             Tensor targets, int64_t V, double dloss, Tensor loss_scale) {
     const int64_t n = targets.numel(), Vp = logits.dim(-1);
     expect(loss, "classifier: loss", DType::f32, n);
     expect(targets, "classifier: targets", DType::i32, n);
     expect(logits, "classifier: logits", precision_.act, n * Vp);
     if (dlogits) expect(dlogits, "classifier: dlogits", precision_.act, n * Vp);
+    if (loss_scale) expect(loss_scale, "classifier: loss_scale", DType::f64, 1);
     CHECK(V > 0 && V <= Vp && Vp < int64_t(1) << 30, ": vocabulary ", V, " of ", Vp);
     const bool vectors =
         vectorizable(as_matrix(logits, "logits")) && (!dlogits || aligned16(dlogits.data));
@@ -130,7 +132,8 @@ void CudaKernels::classifier(Stream& stream, Tensor loss, Tensor logits, Tensor 
         launch("classifier", stream, {.blocks = n, .threads = kThreads},
                classifier_kernel<T, decltype(width)::value>, loss.as<float>(),
                static_cast<const T*>(logits.data), static_cast<T*>(dlogits.data),
-               targets.as<int32_t>(), int(V), int(Vp), float(dloss));
+               targets.as<int32_t>(), int(V), int(Vp), float(dloss),
+               static_cast<const double*>(loss_scale.data));
     });
 }
 

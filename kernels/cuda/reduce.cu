@@ -68,17 +68,27 @@ static __global__ void __launch_bounds__(1024)
 }
 
 static __global__ void grad_control_kernel(double* control, const double* sum_squares,
-                                           double max_norm, double unscale) {
-    const double norm = sqrt(*sum_squares) * unscale;
-    control[0] = norm;
+                                           double max_norm, const LossScale rule) {
+    double& scale = control[Control::loss_scale];
+    const double norm = sqrt(*sum_squares) / scale;
+    control[Control::norm] = norm;
     if (!isfinite(norm)) {
-        control[1] = 0;
-        control[3] += 1;
+        control[Control::coefficient] = 0;
+        control[Control::skipped] += 1;
+        control[Control::skipped_now] += 1;
+        control[Control::good] = 0;
+        if (rule.window > 0) scale = fmax(rule.lowest, scale / 2);
         return;
     }
     const double clip = max_norm > 0 ? fmin(1.0, max_norm / (norm + 1e-6)) : 1.0;
-    control[1] = unscale * clip;
-    control[2] += 1;
+    control[Control::coefficient] = clip / scale;
+    control[Control::applied] += 1;
+    control[Control::skipped_now] = 0;
+    control[Control::good] += 1;
+    if (rule.window > 0 && control[Control::good] >= double(rule.window)) {
+        scale = fmin(rule.highest, 2 * scale);
+        control[Control::good] = 0;
+    }
 }
 
 // --- launchers -----------------------------------------------------------------------------------
@@ -116,12 +126,12 @@ void reduce_partials(const char* op, Stream& stream, float* out, float* second,
 }
 
 void CudaKernels::grad_control(Stream& stream, Tensor control, Tensor sum_squares, double max_norm,
-                               double unscale) {
-    expect(control, "grad_control: control", DType::f64, 4);
+                               const LossScale& rule) {
+    expect(control, "grad_control: control", DType::f64, Control::size);
     expect(sum_squares, "grad_control: sum_squares", DType::f64, 1);
     launch("grad_control", stream, {.blocks = 1, .threads = 1}, grad_control_kernel,
            static_cast<double*>(control.data), static_cast<const double*>(sum_squares.data),
-           max_norm, unscale);
+           max_norm, rule);
 }
 
 }  // namespace torus::cuda

@@ -45,6 +45,24 @@ class Resume(Cli):
                 self.assertEqual(self.state(f"run{k}"), self.state("straight"))
                 self.assertEqual(self.losses(f"run{k}"), self.losses("straight"))
 
+    def test_loss_scale_and_bf16_moments(self):
+        """As fp16 trains on a GPU: the scale grows every third step; no bit depends on it, and it
+        is part of what a resume continues."""
+        scaled = ["--loss-scale", "dynamic", "--loss-scale-window", 3]
+        self.train("plain", STEPS)
+        self.train("scaled", STEPS, *scaled)
+        self.assertEqual(self.losses("scaled"), self.losses("plain"))
+        scales = [json.loads(line)["loss_scale"] for line in
+                  (self.dir / "scaled" / "log.jsonl").read_text().splitlines()]
+        self.assertEqual(scales, [65536.0 * 2 ** (step // 3) for step in range(1, STEPS + 1)])
+        half = [*scaled, "--moments", "bf16"]
+        self.train("half", STEPS, *half)
+        self.train("parts", 7, *half)
+        self.assertIn("scale 262144", self.train("parts", STEPS, *half).stdout)
+        self.assertEqual(self.state("parts"), self.state("half"))
+        self.assertEqual(self.losses("parts"), self.losses("half"))
+        self.assertNotEqual(self.losses("half"), self.losses("plain"))
+
     def test_number_of_threads_changes_no_bit(self):
         self.train("one", STEPS, "--threads", 1)
         self.train("two", STEPS, "--threads", 2)
@@ -56,7 +74,9 @@ class Resume(Cli):
         self.fail_with(78, ["--resume never", "a"], *self.minimal("a", "--resume", "never"))
         self.succeed(*self.minimal("a", "--resume", "must"))
         self.fail_with(78, ["model"], *self.minimal("a", "--model", "gpt2:d1x32"))
-        self.fail_with(78, ["precision"], *self.minimal("a", "--dtype", "fp64"))
+        self.fail_with(78, ["'fp32'", "'fp64'", "--dtype"], *self.minimal("a", "--dtype", "fp64"))
+        self.fail_with(78, ["'fp32'", "'fp32, moments bf16'", "--moments"],
+                       *self.minimal("a", "--moments", "bf16"))
         self.fail_with(78, ["data"], *self.minimal("a", "--seed", "7"))
 
     def minimal(self, folder, *extra):

@@ -1,4 +1,5 @@
 """What a user gets wrong ends with one line and the documented exit code, and overwrites nothing."""
+import json
 import os
 import pathlib
 import subprocess
@@ -34,6 +35,9 @@ class WrongInput(Cli):
         self.fail_with(64, ["--global-batch-tokens", "16"], *self.train(global_batch_tokens=17))
         self.fail_with(64, ["--dtype", "fp32"], *self.train(dtype="bf16"))
         self.fail_with(64, ["--attention", "--device cpu"], *self.train(attention="cudnn"))
+        self.fail_with(64, ["--master-weights", "bf16"], *self.train(master_weights="off"))
+        self.fail_with(64, ["--moments", "fp64"], *self.train(moments="bf16", dtype="fp64"))
+        self.fail_with(64, ["--loss-scale", "power of two"], *self.train(loss_scale=1000))
         self.fail_with(64, ["--save-every", "--save-dir"], *self.train(save_every=1))
         self.fail_with(64, ["--lr"], *self.train(), "--lr")
         self.fail_with(64, ["--steps"], *self.train(), "--steps", 3)
@@ -53,6 +57,22 @@ class WrongInput(Cli):
         self.assertRegex(first, words + r"the largest --micro-batch-size that fits is [1-9]\d*$")
         for owner in ["activations", "weights", "device total"]:
             self.assertEqual(len([x for x in table if x.strip().startswith(owner)]), 1, table)
+    def test_training_that_went_wrong(self):
+        """Weights far out of range give no finite gradient any more: 30 skipped updates end the
+        run, and the last checkpoint of before is still there."""
+        run = self.train(lr="1e30", lr_schedule="constant", steps=100, dtype="fp32", save_dir="run",
+                         save_every=20, keep=9, log_dir="run")
+        result = self.run_program(*run)
+        self.assertEqual(result.returncode, 70, result.stdout + result.stderr)
+        self.assertEqual(len(result.stderr.strip().splitlines()), 1, result.stderr)
+        self.assertIn("error: step 31: the gradients of the last 30 updates", result.stderr)
+        records = [json.loads(x) for x in (self.dir / "run" / "log.jsonl").read_text().splitlines()]
+        self.assertEqual([r["skipped"] for r in records], list(range(31)))
+        self.assertEqual(sorted(p.name for p in (self.dir / "run").glob("step_*")), ["step_00000020"])
+        # A resume counts on from the skips before it.
+        result = self.run_program(*run)
+        self.assertEqual(result.returncode, 70)
+        self.assertIn("error: step 31:", result.stderr)
 
     def test_config_file(self):
         config = self.dir / "run.toml"

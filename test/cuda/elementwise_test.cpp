@@ -1,5 +1,5 @@
-// Ops outside the table of ops: moving, filling, sums over tensors and the optimizer, against the
-// CPU backend; and that their results do not change from run to run.
+// Ops outside the table of ops: moving, filling and sums over tensors, against the CPU backend; and
+// that their results do not change from run to run.
 #include <cmath>
 #include <limits>
 
@@ -156,92 +156,4 @@ TEST_CASE("sums of tensors are exact to fp64 and reproducible") {
                 gpu.k->sum_squares(gpu.stream, part(out, 1, 1), xs, true);
                 EXPECT(same_bits(out.all(), {once[0] + once[0], once[1] + once[1]}));
             }
-}
-
-TEST_CASE("grad_control clips, counts and skips") {
-    Gpu gpu(DType::bf16);
-    const auto run = [&](double squares, double max_norm, double unscale) {
-        DeviceValue control(gpu, DType::f64, {4}, {nan_, nan_, 5, 2});
-        DeviceValue sum(gpu, DType::f64, {1}, std::vector<double>{squares});
-        gpu.k->grad_control(gpu.stream, control.tensor(), sum.tensor(), max_norm, unscale);
-        return control.all();
-    };
-    EXPECT(same_bits(run(16, 1, 1), {4, 1 / (4 + 1e-6), 6, 2}));
-    EXPECT(same_bits(run(16, 0, 1), {4, 1, 6, 2}));
-    EXPECT(same_bits(run(16, 100, 0.5), {2, 0.5, 6, 2}));
-    const std::vector<double> skipped = run(std::numeric_limits<double>::infinity(), 1, 1);
-    EXPECT(skipped[1] == 0);
-    EXPECT(skipped[2] == 5);
-    EXPECT(skipped[3] == 3);
-    EXPECT(run(nan_, 1, 1)[1] == 0);
-}
-
-TEST_CASE("adamw equals the CPU's, and a skipped step changes nothing") {
-    const auto cpu = make_cpu_kernels(DType::f32);
-    Stream none;
-    for (DType type : {DType::bf16, DType::f16, DType::f32}) {
-        Gpu gpu(type);
-        for (bool stochastic : {false, true})
-            for (int64_t n : {1, 7, 1000, 70003})
-                for (bool skip : {false, true}) {
-                    if (stochastic && type != DType::bf16) continue;
-                    CAPTURE(name_of(type));
-                    CAPTURE(n);
-                    const std::vector<double> w = random_values("w", n), m = random_values("m", n),
-                                              g = random_values("g", n);
-                    std::vector<double> v = random_values("v", n);
-                    for (double& x : v) x *= x;
-                    const uint64_t offset = skip || n == 7 ? 5 : 8;  // also whole counters
-                    const std::vector<double> control = {1, skip ? 0 : 0.5, 3, 0};
-                    const auto call = [&](Kernels& k, Stream& s, Tensor param, Tensor master,
-                                          Tensor mt, Tensor vt, Tensor grad, Tensor ct) {
-                        k.adamw(s, {.param = param,
-                                    .master = master,
-                                    .m = mt,
-                                    .v = vt,
-                                    .grad = grad,
-                                    .control = ct,
-                                    .lr = 1e-2,
-                                    .beta1 = 0.9,
-                                    .beta2 = 0.95,
-                                    .eps = 1e-8,
-                                    .weight_decay = 0.1,
-                                    .stochastic = stochastic,
-                                    .seed = 3,
-                                    .stream_id = 4,
-                                    .offset = offset});
-                    };
-                    const auto host = [&](DType t, const std::vector<double>& x) {
-                        Value value(t, {int64_t(x.size())});
-                        value.set_all([&](int64_t i) { return x[size_t(i)]; });
-                        return value;
-                    };
-                    const std::vector<double> unset = constant_values(n, nan_);
-                    Value hw = host(DType::f32, w), hm = host(DType::f32, m),
-                          hv = host(DType::f32, v), hg = host(DType::f32, g),
-                          hp = host(type, unset), hc = host(DType::f64, control);
-                    DeviceValue dw(gpu, DType::f32, {n}, w), dm(gpu, DType::f32, {n}, m),
-                        dv(gpu, DType::f32, {n}, v), dg(gpu, DType::f32, {n}, g),
-                        dp(gpu, type, {n}, unset), dc(gpu, DType::f64, {4}, control);
-                    call(*cpu, none, hp.tensor(), hw.tensor(), hm.tensor(), hv.tensor(),
-                         hg.tensor(), hc.tensor());
-                    call(*gpu.k, gpu.stream, dp.tensor(), dw.tensor(), dm.tensor(), dv.tensor(),
-                         dg.tensor(), dc.tensor());
-                    EXPECT(relative_error(dw.all(), hw.all()) < 1e-6);
-                    EXPECT(relative_error(dm.all(), hm.all()) < 1e-6);
-                    EXPECT(relative_error(dv.all(), hv.all()) < 1e-6);
-                    if (skip) {
-                        EXPECT(same_bits(dw.all(), hw.all()));
-                        EXPECT(same_bits(dp.all(), unset));
-                        continue;
-                    }
-                    // The published weight is the GPU's own master, rounded with the CPU's bits.
-                    Value master = host(DType::f32, dw.all()), param = host(type, unset);
-                    if (stochastic)
-                        cpu->cast_stochastic(none, param.tensor(), master.tensor(), 3, 4, offset);
-                    else
-                        cpu->cast(none, param.tensor(), master.tensor());
-                    EXPECT(same_bits(dp.all(), param.all()));
-                }
-    }
 }

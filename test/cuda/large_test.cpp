@@ -24,7 +24,7 @@ TEST_CASE("classifier beyond 2^31 elements" * doctest::skip()) {
     ids[size_t(n - 1)] = double(peak);
     ids[size_t(n - 2)] = -1;
     DeviceValue targets(gpu, DType::i32, {n}, ids), loss(gpu, DType::f32, {n});
-    gpu.k->classifier(gpu.stream, loss.tensor(), logits, logits, targets.tensor(), V, 1);
+    gpu.k->classifier(gpu.stream, loss.tensor(), logits, logits, targets.tensor(), V, 1, {});
     const std::vector<double> losses = loss.all();
     EXPECT(std::abs(losses[0] - std::log(double(V))) < 1e-4);
     EXPECT(losses[size_t(n - 2)] == 0);

@@ -26,6 +26,7 @@ DType type_of(const OpCase& c, const std::string& name, const Precision& p) {
     for (const Indices& i : c.indices)
         if (i.name == name) return DType::i32;
     for (const Spec& s : c.tensors) {
+        if (s.name == name && s.f64) return DType::f64;
         if (s.name == name)
             return s.kind == Kind::stat || name == "table" || name == "loss" ? p.stat : p.act;
         if ("d" + s.name != name) continue;

@@ -67,6 +67,7 @@ std::string other_value(const Option& o) {
     const std::string now = show_option(o, defaults);
     if (std::string(o.name) == "global-batch-tokens") return "8192";
     if (std::string(o.name) == "profile-steps") return "3:7";
+    if (std::string(o.name) == "loss-scale") return "1024";
     for (const char* word : o.allowed)
         if (word != now) return word;
     if (std::holds_alternative<std::string Config::*>(o.member))
@@ -226,6 +227,14 @@ TEST_CASE("config: wrong numbers are refused, never half read") {
         {"--sample-tokens", "0", "out of range"},
         {"--dtype", "fp8", "auto, bf16, fp16, fp32, fp64"},
         {"--shuffle", "yes", "off, on"},
+        {"--moments", "fp16", "auto, fp32, bf16"},
+        {"--master-weights", "no", "off, on"},
+        {"--loss-scale", "1000", "power of two"},
+        {"--loss-scale", "-2", "power of two"},
+        {"--loss-scale", "0.5", "power of two"},
+        {"--loss-scale", "fast", "auto, dynamic"},
+        {"--loss-scale", "", "is empty"},
+        {"--loss-scale-window", "0", "out of range"},
         {"--lr-schedule", "Cosine", "cosine, linear"},
         {"--recompute", "all", "none, attention_out, full"},
         {"--resume", "", "auto, must, never"},

@@ -97,6 +97,7 @@ TEST_CASE("log: the console line") {
         bare.step_ms = 3.21;
         bare.update_skipped = true;
         bare.skipped = 3;
+        bare.loss_scale = 32768;
         log.step(bare);
         log.eval(20, 4.0, 100);
         log.sample(20, "a\x1b[2Jb\n\xff");
@@ -106,7 +107,7 @@ TEST_CASE("log: the console line") {
               "step   12/1000 | loss 4.0278 | norm 0.98 | lr 3.00e-04 | 12.3k tok/s | mfu 41.2% | "
               "340 ms | 1.20 GiB | eta 3m20s\n"
               "step 1000/1000 | loss 4.0003 | norm 0.98 | lr 3.00e-04 | 950 tok/s | 3.2 ms | "
-              "update skipped: not finite (3 so far)\n"
+              "scale 32768 | update skipped: not finite (3 so far)\n"
               "step 20 | val loss 4.0000 | perplexity 54.60\n"
               "step 20 | sample:\na\\x1b[2Jb\n\\xff\n"
               "done\n");
@@ -126,6 +127,7 @@ TEST_CASE("log: records are JSON with every bit of each number") {
         odd.mfu = odd.eta_s = -1;
         odd.update_skipped = true;
         odd.skipped = 1;
+        odd.loss_scale = 512;
         log.step(odd);
         log.eval(2, 1.0 / 3, 8192);
     });
@@ -147,6 +149,8 @@ TEST_CASE("log: records are JSON with every bit of each number") {
     EXPECT_EQ(r[0]["update_skipped"].get<bool>(), false);
     for (const char* key : {"loss", "grad_norm", "mfu", "eta_s"}) EXPECT(r[1][key].is_null());
     EXPECT_EQ(r[1]["update_skipped"].get<bool>(), true);
+    EXPECT_EQ(r[0]["loss_scale"].get<double>(), 1);
+    EXPECT_EQ(r[1]["loss_scale"].get<double>(), 512);
     EXPECT_EQ(r[2]["val_loss"].get<double>(), 1.0 / 3);
     EXPECT_EQ(r[2]["tokens"].get<int64_t>(), 8192);
 }

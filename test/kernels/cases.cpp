@@ -350,19 +350,25 @@ OpCase classifier(bool big) {
     targets[size_t(n - 1)] = -100;
     OpCase c{.name = "classifier",
              .ops = {"classifier"},
-             .tensors = {input("logits", {n, Vp}, Grad::writes), output("loss", {n})},
+             .tensors = {input("logits", {n, Vp}, Grad::writes),
+                         output("loss", {n}),
+                         {.name = "loss_scale",
+                          .shape = {1},
+                          .kind = Kind::constant,
+                          .optional = true,
+                          .f64 = true}},
              .indices = {{"targets", {n}, targets}},
              .forward =
                  [V](Run& r) {
-                     r.k.classifier(r.stream, r["loss"], r["logits"], {}, r["targets"], V, 1);
+                     r.k.classifier(r.stream, r["loss"], r["logits"], {}, r["targets"], V, 1, {});
                  },
              .backward =
                  [V](Run& r) {
                      CHECK(r["dlogits"]);
                      r.k.classifier(r.stream, r["loss"], r["logits"], r["dlogits"], r["targets"], V,
-                                    dloss);
+                                    dloss, r["loss_scale"]);
                  }};
-    c.tensors[1].weight = dloss;
+    c.tensors[1].weight = dloss * noise("loss_scale", 0);
     return c;
 }
 

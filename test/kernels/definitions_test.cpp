@@ -217,11 +217,11 @@ TEST_CASE("classifier: -log softmax at the target, over the vocabulary without i
                 }
             }
             k->classifier(s, loss.tensor(), logits.tensor(), dlogits.tensor(), targets.tensor(), V,
-                          0.25);
+                          0.25, {});
             EXPECT(relative_error(loss.all(), losses) < (type == DType::f64 ? 1e-12 : 1e-6));
             EXPECT(relative_error(dlogits.all(), gradient) < (type == DType::f64 ? 1e-11 : 1e-6));
             k->classifier(s, loss.tensor(), logits.tensor(), logits.tensor(), targets.tensor(), V,
-                          0.25);  // in place
+                          0.25, {});  // in place
             EXPECT(same_bits(logits.all(), dlogits.all()));
         }
     const auto k = make_cpu_kernels(DType::f32);
@@ -229,14 +229,14 @@ TEST_CASE("classifier: -log softmax at the target, over the vocabulary without i
     Value logits = random_value("logits", DType::f32, {1, 4}), loss(DType::f32, {1});
     Value target(DType::i32, {1});
     target.set(0, 3);
-    EXPECT_THROWS_AS(k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 3, 1),
-                     Error);
-    EXPECT_THROWS_AS(k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 5, 1),
-                     Error);
+    EXPECT_THROWS_AS(
+        k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 3, 1, {}), Error);
+    EXPECT_THROWS_AS(
+        k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 5, 1, {}), Error);
     logits.set(0, -inf);  // a token that is ruled out
-    k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 4, 1);
+    k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 4, 1, {});
     EXPECT(std::isfinite(loss.get(0)));
     logits.set(1, std::nan(""));  // what is broken must show
-    k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 4, 1);
+    k->classifier(s, loss.tensor(), logits.tensor(), {}, target.tensor(), 4, 1, {});
     EXPECT(std::isnan(loss.get(0)));
 }

@@ -1,4 +1,4 @@
-// Ops without a gradient of their own: fill, casts, scale, sums, and the optimizer.
+// Ops without a gradient of their own: fill, casts, scale and sums.
 #include <cmath>
 #include <limits>
 
@@ -12,8 +12,7 @@ using namespace torus::test;
 
 namespace {
 
-const Covers covers{"fill", "cast",        "cast_stochastic", "scale",
-                    "sum",  "sum_squares", "grad_control",    "adamw"};
+const Covers covers{"fill", "cast", "cast_stochastic", "scale", "sum", "sum_squares"};
 
 constexpr double inf = std::numeric_limits<double>::infinity();
 const DType float_types[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
@@ -165,144 +164,4 @@ TEST_CASE("sums of fp32 are in fp64, of half types too, and the same for any num
     });
     with_threads(3, [&] { k->sum_squares(s, out.tensor(), x.tensor(), false); });
     EXPECT_EQ(out.get(0), one);
-}
-
-TEST_CASE("grad_control clips, counts and skips") {
-    const auto k = make_cpu_kernels(DType::f32);
-    Stream s;
-    Value control(DType::f64, {4}), squares(DType::f64, {1});
-    control.set_all([](int64_t) { return 0.0; });
-    squares.set(0, 16);
-    k->grad_control(s, control.tensor(), squares.tensor(), 1.0, 0.5);
-    EXPECT_EQ(control.get(0), 2);
-    EXPECT_EQ(control.get(1), 0.5 * (1 / (2 + 1e-6)));
-    k->grad_control(s, control.tensor(), squares.tensor(), 3.0, 0.5);  // below the limit
-    EXPECT_EQ(control.get(1), 0.5);
-    k->grad_control(s, control.tensor(), squares.tensor(), 0, 1);  // never clips
-    EXPECT_EQ(control.get(0), 4);
-    EXPECT_EQ(control.get(1), 1);
-    EXPECT_EQ(control.get(2), 3);
-    EXPECT_EQ(control.get(3), 0);
-    for (double bad : {inf, std::nan("")}) {
-        squares.set(0, bad);
-        k->grad_control(s, control.tensor(), squares.tensor(), 1, 1);
-        EXPECT_EQ(control.get(1), 0);
-    }
-    EXPECT_EQ(control.get(2), 3);
-    EXPECT_EQ(control.get(3), 2);
-}
-
-namespace {
-
-struct AdamState {
-    explicit AdamState(DType type, int64_t n, DType param_type)
-        : param(param_type, {n}),
-          master(random_value("p", type, {n})),
-          m(type, {n}),
-          v(type, {n}),
-          grad(type, {n}),
-          control(DType::f64, {4}) {
-        m.set_all([](int64_t) { return 0.0; });
-        v.set_all([](int64_t) { return 0.0; });
-    }
-    AdamW call() {
-        return {.param = param.tensor(),
-                .master = master.tensor(),
-                .m = m.tensor(),
-                .v = v.tensor(),
-                .grad = grad.tensor(),
-                .control = control.tensor(),
-                .lr = 1e-2,
-                .beta1 = 0.9,
-                .beta2 = 0.95,
-                .eps = 1e-8,
-                .weight_decay = 0.1};
-    }
-    void step(Kernels& k, double coefficient, double t) {
-        control.set(1, coefficient);
-        control.set(2, t);
-        grad = random_value(concat("g", t), m.tensor().dtype, m.tensor().shape);
-        Stream s;
-        k.adamw(s, call());
-    }
-    Value param, master, m, v, grad, control;
-};
-
-}  // namespace
-
-TEST_CASE("adamw follows its definition, step by step") {
-    for (DType type : {DType::f64, DType::f32}) {
-        const auto k = make_cpu_kernels(type);
-        constexpr int64_t n = 20001;
-        AdamState a(type, n, type);
-        std::vector<double> p = a.master.all(), m(n), v(n);
-        for (int t = 1; t <= 4; ++t) {
-            a.step(*k, 0.5, t);
-            for (size_t i = 0; i < size_t(n); ++i) {
-                const double g = 0.5 * a.grad.get(int64_t(i));
-                p[i] *= 1 - 1e-2 * 0.1;
-                m[i] = 0.9 * m[i] + 0.1 * g;
-                v[i] = 0.95 * v[i] + 0.05 * g * g;
-                const double denominator =
-                    std::sqrt(v[i]) / std::sqrt(1 - std::pow(0.95, t)) + 1e-8;
-                p[i] -= 1e-2 / (1 - std::pow(0.9, t)) * m[i] / denominator;
-            }
-        }
-        const double bound = type == DType::f64 ? 1e-14 : 1e-6;
-        EXPECT(relative_error(a.master.all(), p) < bound);
-        EXPECT(relative_error(a.m.all(), m) < bound);
-        EXPECT(relative_error(a.v.all(), v) < bound);
-        EXPECT(same_bits(a.param.all(), a.master.all()));
-
-        const std::vector<double> before = a.master.all(), m_before = a.m.all();
-        a.step(*k, 0, 5);  // skipped
-        EXPECT(same_bits(a.master.all(), before));
-        EXPECT(same_bits(a.m.all(), m_before));
-        EXPECT_THROWS_AS(a.step(*k, 1, 0), Error);
-    }
-}
-
-TEST_CASE("adamw publishes half parameters, to nearest or stochastically") {
-    const auto k = make_cpu_kernels(DType::f32);
-    for (DType half : {DType::bf16, DType::f16}) {
-        AdamState a(DType::f32, 1000, half);
-        a.step(*k, 1, 1);
-        Value expected(half, {1000});
-        expected.set_all([&](int64_t i) { return a.master.get(i); });
-        EXPECT(same_bits(a.param.all(), expected.all()));
-    }
-    AdamState a(DType::f32, 1000, DType::bf16);
-    a.control.set(1, 1.0);
-    a.control.set(2, 1.0);
-    a.grad = random_value("g", DType::f32, {1000});
-    AdamW call = a.call();
-    call.stochastic = true;
-    call.seed = 5;
-    call.stream_id = 2;
-    call.offset = 77;
-    Stream s;
-    k->adamw(s, call);
-    Value expected(DType::bf16, {1000});
-    k->cast_stochastic(s, expected.tensor(), a.master.tensor(), 5, 2, 77);
-    EXPECT(same_bits(a.param.all(), expected.all()));
-    AdamState f(DType::f32, 10, DType::f32);
-    f.control.set(1, 1.0);
-    f.control.set(2, 1.0);
-    AdamW wrong = f.call();
-    wrong.stochastic = true;
-    EXPECT_THROWS_AS(k->adamw(s, wrong), Error);
-    wrong = f.call();
-    wrong.grad = a.grad.tensor();
-    EXPECT_THROWS_AS(k->adamw(s, wrong), Error);
-    // The parameters may be the masters themselves.
-    AdamW shared = f.call(), apart = f.call();
-    AdamState g(DType::f32, 10, DType::f32);
-    g.control = f.control;
-    f.grad = g.grad = random_value("g", DType::f32, {10});
-    apart = f.call();
-    shared = g.call();
-    shared.param = shared.master;
-    k->adamw(s, apart);
-    k->adamw(s, shared);
-    EXPECT(same_bits(f.param.all(), g.master.all()));
 }

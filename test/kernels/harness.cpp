@@ -124,12 +124,12 @@ Run::Run(const OpCase& c, Kernels& kernels, bool pitched)
     const DType type = k.precision().act;
     const double nan = std::numeric_limits<double>::quiet_NaN();
     const auto unset = [&](const Spec& s) {
-        Value v(type, s.shape, pitched && s.pitched);
+        Value v(s.f64 ? DType::f64 : type, s.shape, pitched && s.pitched);
         v.set_all([&](int64_t) { return nan; });
         return v;
     };
     const auto random = [&](const Spec& s, const std::string& name, double size) {
-        return random_value(name, type, s.shape, size, pitched && s.pitched);
+        return random_value(name, s.f64 ? DType::f64 : type, s.shape, size, pitched && s.pitched);
     };
     for (const Spec& s : c.tensors) {
         const bool given = s.kind == Kind::input || s.kind == Kind::constant;

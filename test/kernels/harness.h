@@ -54,6 +54,7 @@ struct Spec {
     bool optional = false;  // the op takes an absent tensor
     double size = 1;        // of the random numbers
     double weight = 0;      // of an output in the loss; 0: random ones
+    bool f64 = false;       // in fp64 on every backend
 };
 
 struct Indices {
