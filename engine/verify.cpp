@@ -85,7 +85,7 @@ Reference read_reference(const Config& run, const ModelConfig& model, DType dtyp
     const std::string& dir = run.verify;
     Reference r{
         .dir = dir, .tensors = open_safetensors(dir + "/reference.safetensors"), .optimizer = run};
-    // In fp16 that of the plain implementation: a step that is skipped could not be compared.
+    // In fp16 a scale that overflows nowhere here: a skipped step could not be compared.
     if (run.loss_scale == "auto" && dtype == DType::f16) r.optimizer.loss_scale = "1024";
     read_about(r, dtype);
     constexpr int64_t most = 1 << 30;
