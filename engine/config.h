@@ -47,8 +47,8 @@ struct Config {
     bool master_weights = true;          // off: bf16 weights are their own masters
     std::string loss_scale = "auto";   // auto (dynamic with fp16, else 1), dynamic, a power of two
     int64_t loss_scale_window = 2000;  // dynamic: updates without a skip until it doubles
-    std::string tune_matmul;             // GPU: file of timed matmul choices; empty = none
-    int threads = 0;                     // CPU backend; 0 = all cores
+    std::string tune_matmul;           // GPU: file of timed matmul choices; empty = none
+    int threads = 0;                   // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
     AttentionKernels attention = AttentionKernels::flash;
     bool plan = false;  // print the memory plan and stop

@@ -3,7 +3,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "data/files.h"
+#include "kernels/text.h"
 
 namespace torus {
 namespace {
@@ -39,9 +39,8 @@ LossScale run_loss_scale(const Config& c, DType act) {
     const char* const end = text.data() + text.size();
     const auto [stop, error] = std::from_chars(text.data(), end, value);
     require(stop == end && error == std::errc() && is_loss_scale(value), Exit::usage,
-            "--loss-scale: ", data::excerpt(text),
-            " is not allowed; give auto, dynamic, or a power ", "of two from ",
-            int64_t(LossScale::lowest), " to ", int64_t(LossScale::highest));
+            "--loss-scale: ", excerpt(text), " is not allowed; give auto, dynamic, or a power ",
+            "of two from ", int64_t(LossScale::lowest), " to ", int64_t(LossScale::highest));
     return {.initial = value};
 }
 

@@ -42,7 +42,7 @@ struct Training {
     double step(int64_t i, bool plant = false, uint64_t seed = 0) {
         Stream& s = machine.stream();
         const Batch b = random_batch(model, B, S, uint64_t(i) + 100 * seed);
-        kernels.fill(s, machine.step->loss_sum(), 0);
+        machine.step->begin(s);
         machine.step->forward_backward(s, b, 1 / double(b.valid));
         const Tensor& g = machine.params.gradients;
         if (plant) kernels.fill(s, g.rows(g.numel() / 2, 1), INFINITY);
