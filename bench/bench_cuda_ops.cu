@@ -1,13 +1,14 @@
-// Every op of the CUDA backend at training shapes: milliseconds (median), GB/s or TFLOP/s, and the
-// share of the ceiling measured in the same run (a device copy for memory, an 8192^3 product for
-// arithmetic). Bytes count each tensor once, read or written. Operands are random: products of
+// Every op of the CUDA backend at training shapes: milliseconds of one call, GB/s or TFLOP/s, and
+// the share of the ceiling measured in the same run (a device copy for memory, an 8192^3 product
+// for arithmetic). Bytes count each tensor once, read or written. Operands are random: products of
 // zeros run faster than real ones.
-//   bench_cuda_ops [--tune FILE] [FILTER]     FILTER: only lines whose name contains it
+//   bench_cuda_ops [--tune FILE] [FILTER...]     FILTER: only lines whose name contains one of them
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,20 +23,22 @@ namespace {
 
 class Bench {
 public:
-    explicit Bench(std::string filter)
+    explicit Bench(std::vector<std::string> filters)
         : k(make_cuda_kernels(DType::bf16, 0)),
-          filter_(std::move(filter)),
+          filters_(std::move(filters)),
           memory_(k->device(), Memory::device, int64_t(24) << 30),
+          pattern_(k->device(), Memory::device, kPattern * 6),
           workspace_(k->device(), Memory::device, int64_t(256) << 20),
           stream(k->device().make_stream()) {
         stream.workspace = Tensor(workspace_.data(), DType::u8, {workspace_.bytes()});
         from_ = k->device().make_event();
         to_ = k->device().make_event();
-        for (int64_t i = 0; i < pattern_; ++i) {
-            const double v = random_uniform(1, 2, uint64_t(i)) * 2 - 1;
-            floats_.push_back(float(v));
-            halves_.push_back(float_to_bf16(float(v)));
-        }
+        std::vector<float> floats;
+        for (int64_t i = 0; i < kPattern; ++i)
+            floats.push_back(float(random_uniform(1, 2, uint64_t(i)) * 2 - 1));
+        k->device().copy(stream, pattern(DType::f32).data, floats.data(), kPattern * 4);
+        k->cast(stream, pattern(DType::bf16), pattern(DType::f32));
+        k->device().synchronize(stream);
     }
     ~Bench() {
         k->device().destroy(from_);
@@ -45,13 +48,10 @@ public:
 
     // Random numbers in [-1, 1); a pattern of 2^21 of them, repeated.
     Tensor tensor(const Shape& shape, DType type = DType::bf16) {
-        const Tensor t = empty(shape, type);
-        const void* source = type == DType::bf16 ? static_cast<const void*>(halves_.data())
-                                                 : static_cast<const void*>(floats_.data());
-        const int64_t whole = pattern_ * size_of(type);
-        for (int64_t at = 0; at < t.bytes(); at += whole)
-            k->device().copy(stream, static_cast<char*>(t.data) + at, source,
-                             std::min(whole, t.bytes() - at));
+        const Tensor t = empty(shape, type), source = pattern(type);
+        for (int64_t at = 0; at < t.bytes(); at += source.bytes())
+            k->device().copy(stream, static_cast<char*>(t.data) + at, source.data,
+                             std::min(source.bytes(), t.bytes() - at));
         return t;
     }
     Tensor indices(int64_t n, const std::function<int64_t(int64_t)>& f) {
@@ -69,21 +69,26 @@ public:
         return t;
     }
     void reset() { used_ = 0; }
-    bool wanted(const std::string& name) const { return name.find(filter_) != std::string::npos; }
+    bool wanted(const std::string& name) const {
+        const auto in_name = [&](const std::string& f) {
+            return name.find(f) != std::string::npos;
+        };
+        return filters_.empty() || std::any_of(filters_.begin(), filters_.end(), in_name);
+    }
 
-    // Median milliseconds.
+    // Median milliseconds of a call. Calls are timed in rows of a few milliseconds: as in a
+    // training step, the host's launches then hide behind the calls before them.
     double time(const std::function<void()>& f) {
-        std::vector<double> ms;
-        double total = 0;
-        for (int i = 0; i < 3 || (total < 60 && i < 40); ++i) {
+        const auto row = [&](int calls) {
             k->device().record(from_, stream);
-            f();
+            for (int i = 0; i < calls; ++i) f();
             k->device().record(to_, stream);
-            const double t = k->device().elapsed_ms(from_, to_);
-            if (i == 0) continue;  // makes plans, loads code
-            ms.push_back(t);
-            total += t;
-        }
+            return k->device().elapsed_ms(from_, to_) / calls;
+        };
+        row(1);  // makes plans, loads code
+        const int calls = int(std::clamp(4 / row(1), 1.0, 100.0));
+        std::vector<double> ms;
+        for (int i = 0; i < 9; ++i) ms.push_back(row(calls));
         std::sort(ms.begin(), ms.end());
         return ms[ms.size() / 2];
     }
@@ -106,11 +111,13 @@ public:
     double memory_ceiling = 0, matmul_ceiling = 0;
 
 private:
-    static constexpr int64_t pattern_ = 1 << 21;
-    std::string filter_;
-    Buffer memory_, workspace_;
-    std::vector<float> floats_;
-    std::vector<uint16_t> halves_;
+    static constexpr int64_t kPattern = 1 << 21;
+    Tensor pattern(DType type) const {  // fp32, and the same numbers in bf16 after them
+        char* at = static_cast<char*>(pattern_.data());
+        return Tensor(type == DType::f32 ? at : at + kPattern * 4, type, {kPattern});
+    }
+    std::vector<std::string> filters_;
+    Buffer memory_, pattern_, workspace_;
     int64_t used_ = 0;
     Event from_, to_;
 
@@ -172,47 +179,78 @@ void activations(Bench& b, int64_t N, int64_t F) {
     b.bytes(label("swiglu_backward", s), 5 * e, [&] { k.swiglu_backward(b.stream, dx, dout, x); });
 }
 
-void rest(Bench& b) {
-    Kernels& k = *b.k;
+// N tokens over a vocabulary of V, and positions below T.
+void embeddings(Bench& b, int64_t N, int64_t C, int64_t V, int64_t T) {
     b.reset();
-    const int64_t N = 65536, C = 768, V = 50257, Vp = 50304, T = 1024;
+    Kernels& k = *b.k;
     const double e = double(N) * double(C) * 2;
-    // Tokens of a text are far from uniform: squares of a uniform number give many frequent ones.
+    // Tokens of a text are far from uniform: powers of a uniform number give many frequent ones.
+    std::set<int64_t> used;
     const Tensor ids = b.indices(N, [&](int64_t i) {
         const double u = random_uniform(5, 6, uint64_t(i));
-        return int64_t(u * u * u * u * double(V));
+        const int64_t id = int64_t(u * u * u * u * double(V));
+        used.insert(id);
+        return id;
     });
+    const double row = double(C) * 4 * 2;  // of the table's gradient, read and written
     const Tensor pos = b.indices(N, [&](int64_t i) { return i % T; });
-    const Tensor wte = b.tensor({Vp, C}), wpe = b.tensor({T, C}), out = b.tensor({N, C}),
-                 dwte = b.tensor({Vp, C}, DType::f32), dwpe = b.tensor({T, C}, DType::f32);
-    b.bytes("embedding_forward (65536, 768)", 2 * e,
+    const Tensor wte = b.tensor({V, C}), wpe = b.tensor({T, C}), out = b.tensor({N, C}),
+                 dwte = b.tensor({V, C}, DType::f32), dwpe = b.tensor({T, C}, DType::f32);
+    const Shape s{N, C};
+    b.bytes(label("embedding_forward", s), 2 * e,
             [&] { k.embedding_forward(b.stream, out, ids, wte, pos, wpe); });
-    b.bytes("embedding_backward (65536, 768), tokens", e,
+    b.bytes(label("embedding_backward", s) + concat(", V ", V), e + row * double(used.size()),
             [&] { k.embedding_backward(b.stream, dwte, {}, out, ids, pos); });
-    b.bytes("embedding_backward (65536, 768), bytes", e,
+    b.bytes(label("embedding_backward", s) + concat(", V ", T), e + row * double(T),
             [&] { k.embedding_backward(b.stream, dwpe, {}, out, pos, pos); });
-    const Tensor table = b.tensor({T, 32, 2}, DType::f32), qkv = b.tensor({N, 36, 64});
-    b.bytes("rope_forward (65536, 12, 64) of packed qkv", 2 * e,
-            [&] { k.rope_forward(b.stream, qkv.slice(1, 0, 12), pos, table); });
+}
+
+void rope(Bench& b, int64_t N, int64_t H, int64_t Hk, int64_t D) {
     b.reset();
-    const int64_t n = 16384;
-    const Tensor logits = b.tensor({n, Vp}), loss = b.tensor({n}, DType::f32);
+    const int64_t T = 1024;
+    const Tensor pos = b.indices(N, [&](int64_t i) { return i % T; });
+    const Tensor table = b.tensor({T, D / 2, 2}, DType::f32), qkv = b.tensor({N, H + 2 * Hk, D});
+    const Tensor turned = qkv.slice(1, 0, H + Hk);
+    const double bytes = 2 * double(turned.numel()) * 2;
+    b.bytes(label("rope_forward", turned.shape) + " of packed qkv", bytes,
+            [&] { b.k->rope_forward(b.stream, turned, pos, table); });
+    b.bytes(label("rope_backward", turned.shape) + " of packed qkv", bytes,
+            [&] { b.k->rope_backward(b.stream, turned, pos, table); });
+}
+
+void classifier(Bench& b, int64_t n, int64_t V) {
+    b.reset();
+    const Tensor logits = b.tensor({n, (V + 127) / 128 * 128}), loss = b.tensor({n}, DType::f32);
     const Tensor targets = b.indices(n, [&](int64_t i) { return i * 7919 % V; });
-    b.bytes("classifier (16384, 50304), loss and dlogits", 2 * double(logits.bytes()),
-            [&] { k.classifier(b.stream, loss, logits, logits, targets, V, 1, {}); });
+    b.bytes(label("classifier", logits.shape) + ", loss", double(logits.bytes()),
+            [&] { b.k->classifier(b.stream, loss, logits, {}, targets, V, 1, {}); });
+    b.bytes(label("classifier", logits.shape) + ", loss and dlogits", 2 * double(logits.bytes()),
+            [&] { b.k->classifier(b.stream, loss, logits, logits, targets, V, 1, {}); });
+}
+
+void merge(Bench& b, int64_t B, int64_t T, int64_t H, int64_t D) {
     b.reset();
-    const int64_t params = 124475904;
+    const Tensor o = b.tensor({B, T, H, D}, DType::f32), o2 = b.tensor({B, T, H, D}, DType::f32),
+                 lse = b.tensor({B, H, T}, DType::f32), lse2 = b.tensor({B, H, T}, DType::f32);
+    b.bytes(label("attention_merge", o.shape), 3 * double(o.bytes()),
+            [&] { b.k->attention_merge(b.stream, o, lse, o2, lse2); });
+}
+
+void optimizer(Bench& b, int64_t params) {
+    b.reset();
+    Kernels& k = *b.k;
     const Tensor master = b.tensor({params}, DType::f32), grad = b.tensor({params}, DType::f32),
                  param = b.tensor({params}), control = b.empty({Control::size}, DType::f64),
                  total = b.empty({1}, DType::f64);
     k.fill(b.stream, control, 1);
+    const Shape s{params};
     for (DType moments : {DType::f32, DType::bf16}) {
         const Tensor m = b.tensor({params}, moments), v = b.tensor({params}, moments);
         k.fill(b.stream, v, 1);
         for (const Tensor& w : {master, param}) {
             const int64_t bytes = 4 + 4 * size_of(moments) + (w.dtype == DType::f32 ? 10 : 4);
-            b.bytes(concat("adamw, ", name_of(moments), " moments, ", name_of(w.dtype),
-                           " master (124M)"),
+            b.bytes(label("adamw", s) +
+                        concat(", ", name_of(moments), " moments, ", name_of(w.dtype), " master"),
                     double(params * bytes), [&] {
                         k.adamw(b.stream, {.param = param,
                                            .master = w,
@@ -228,10 +266,12 @@ void rest(Bench& b) {
                     });
         }
     }
-    b.bytes("sum_squares (124M, fp32)", double(params) * 4,
+    b.bytes(label("sum_squares", s) + " of fp32", double(params) * 4,
             [&] { k.sum_squares(b.stream, total, grad, false); });
-    b.bytes("cast fp32 -> bf16 (124M)", double(params) * 6,
+    b.bytes(label("cast", s) + " fp32 to bf16", double(params) * 6,
             [&] { k.cast(b.stream, param, master); });
+    b.bytes(label("cast_stochastic", s), double(params) * 6,
+            [&] { k.cast_stochastic(b.stream, param, master, 1, 2, 0); });
 }
 
 struct MatmulShape {
@@ -303,14 +343,24 @@ const MatmulShape matmul_shapes[] = {{65536, 2304, 768},  {65536, 768, 768},   {
                                      {65536, 768, 3072},  {65536, 50304, 768}, {32768, 8192, 2048},
                                      {32768, 22016, 4096}};
 
-int run(const std::string& filter, const std::string& tune) {
-    Bench b(filter);
+int run(std::vector<std::string> filters, const std::string& tune) {
+    Bench b(std::move(filters));
     ceilings(b);
     norms(b, 65536, 768);
+    norms(b, 16384, 1536);
     norms(b, 32768, 4096);
+    norms(b, 8192, 16384);
     activations(b, 65536, 3072);
     activations(b, 32768, 11008);
-    rest(b);
+    embeddings(b, 65536, 768, 50304, 1024);
+    embeddings(b, 16384, 1536, 151936, 1024);
+    rope(b, 65536, 12, 12, 64);
+    rope(b, 16384, 12, 2, 128);
+    classifier(b, 2668, 50257);  // a chunk of the head
+    classifier(b, 16384, 50257);
+    classifier(b, 883, 151936);  // a chunk again
+    merge(b, 1, 16384, 16, 128);
+    optimizer(b, 124475904);
     for (bool hopper : {true, false}) {
         attention(b, 16, 1024, 32, 32, 64, hopper);
         attention(b, 1, 16384, 16, 16, 128, hopper);
@@ -327,15 +377,16 @@ int run(const std::string& filter, const std::string& tune) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    std::string filter, tune;
+    std::vector<std::string> filters;
+    std::string tune;
     for (int i = 1; i < argc; ++i) {
         if (std::strcmp(argv[i], "--tune") == 0 && i + 1 < argc)
             tune = argv[++i];
         else
-            filter = argv[i];
+            filters.push_back(argv[i]);
     }
     try {
-        return run(filter, tune);
+        return run(std::move(filters), tune);
     } catch (const Error& e) {
         std::fprintf(stderr, "bench_cuda_ops: %s\n", e.what());
         return int(e.code);
