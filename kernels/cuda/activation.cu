@@ -26,12 +26,10 @@ struct GeluForwardOp {
     template <int W>
     __device__ void run(int64_t i) const {
         const Vec<T, W> in = load<W>(x + i);
-        Vec<T, W> y;
-        for (int k = 0; k < W; ++k) {
-            const float v = in.get(k);
-            y.set(k, v * sigmoid<T>(2 * kGelu * v * (1 + kCubic * v * v)));
-        }
-        store(out + i, y);
+        store(out + i, Vec<T, W>::of([&](int k) {
+                  const float v = in.get(k);
+                  return v * sigmoid<T>(2 * kGelu * v * (1 + kCubic * v * v));
+              }));
     }
 };
 
@@ -43,14 +41,12 @@ struct GeluBackwardOp {
     template <int W>
     __device__ void run(int64_t i) const {
         const Vec<T, W> in = load<W>(x + i), g = load<W>(dout + i);
-        Vec<T, W> y;
-        for (int k = 0; k < W; ++k) {
-            const float v = in.get(k);
-            const float s = sigmoid<T>(2 * kGelu * v * (1 + kCubic * v * v));
-            const float du = 2 * kGelu * (1 + 3 * kCubic * v * v);
-            y.set(k, g.get(k) * (s + v * s * (1 - s) * du));
-        }
-        store(dx + i, y);
+        store(dx + i, Vec<T, W>::of([&](int k) {
+                  const float v = in.get(k);
+                  const float s = sigmoid<T>(2 * kGelu * v * (1 + kCubic * v * v));
+                  const float du = 2 * kGelu * (1 + 3 * kCubic * v * v);
+                  return g.get(k) * (s + v * s * (1 - s) * du);
+              }));
     }
 };
 
@@ -64,12 +60,10 @@ struct SwigluForwardOp {
     __device__ void run(int64_t row, int64_t col) const {
         const Vec<T, W> gate = load<W>(gate_up + row * 2 * F + col);
         const Vec<T, W> up = load<W>(gate_up + row * 2 * F + F + col);
-        Vec<T, W> y;
-        for (int k = 0; k < W; ++k) {
-            const float g = gate.get(k);
-            y.set(k, g * sigmoid<T>(g) * up.get(k));
-        }
-        store(out + row * F + col, y);
+        store(out + row * F + col, Vec<T, W>::of([&](int k) {
+                  const float g = gate.get(k);
+                  return g * sigmoid<T>(g) * up.get(k);
+              }));
     }
 };
 
@@ -84,14 +78,13 @@ struct SwigluBackwardOp {
         const int64_t at = row * 2 * F + col;
         const Vec<T, W> gate = load<W>(gate_up + at), up = load<W>(gate_up + at + F);
         const Vec<T, W> d = load<W>(dout + row * F + col);
-        Vec<T, W> dgate, dup;
-        for (int k = 0; k < W; ++k) {
-            const float g = gate.get(k), s = sigmoid<T>(g);
-            dgate.set(k, d.get(k) * up.get(k) * s * (1 + g * (1 - s)));
-            dup.set(k, d.get(k) * g * s);
-        }
-        store(dgate_up + at, dgate);
-        store(dgate_up + at + F, dup);
+        float sig[W];
+        for (int k = 0; k < W; ++k) sig[k] = sigmoid<T>(gate.get(k));
+        store(dgate_up + at, Vec<T, W>::of([&](int k) {
+                  return d.get(k) * up.get(k) * sig[k] * (1 + gate.get(k) * (1 - sig[k]));
+              }));
+        store(dgate_up + at + F,
+              Vec<T, W>::of([&](int k) { return d.get(k) * gate.get(k) * sig[k]; }));
     }
 };
 

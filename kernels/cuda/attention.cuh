@@ -99,22 +99,6 @@ __device__ __forceinline__ void store_gradient(const Heads<T>& out, const Heads<
 
 #ifdef __CUDACC__
 // --- tiles in shared memory ----------------------------------------------------------------------
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return uint32_t(__cvta_generic_to_shared(p));
-}
-
-// Copies 16 bytes, or writes zeros when not `valid`.
-__device__ __forceinline__ void copy16(void* dst, const void* src, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)),
-                 "l"(src), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-template <int N>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
 // Rows [first, first + N) of one head into a tile of D columns (padded head dim), zeros where the
 // tensor ends. The block copies together; asynchronous when rows are whole vectors.
 template <int N, int D, class T>
@@ -168,16 +152,6 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, u
             "{%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t r;
-    if constexpr (std::is_same_v<T, bf16>)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
 }
 
 // acc (16 x N) += rows (16 x D) * tile (N x D)^T; `rows` points at this warp's 16 rows.

@@ -1,6 +1,6 @@
 // Shared by all CUDA kernels: error checks, the one launch helper, 16-byte vectors, conversions to
-// the arithmetic type (fp32, or fp64 for fp64 data), reductions in a fixed order, and two generic
-// kernels that map a functor over a flat range or over the rows of a matrix.
+// the arithmetic type (fp32, or fp64 for fp64 data), asynchronous copies, reductions in a fixed
+// order, and two generic kernels that map a functor over a flat range or the rows of a matrix.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -56,6 +56,17 @@ __device__ __forceinline__ bf16 convert<bf16, f16>(f16 x) {
     return __float2bfloat16_rn(__half2float(x));
 }
 
+// Two halves in a word, the lower one first: one instruction for two roundings.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t r;
+    if constexpr (std::is_same_v<T, bf16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
 // W consecutive elements; loads and stores of W * sizeof(T) bytes, at most 16 at once. Halves are
 // read by the word: as single halves the compiler keeps a register for each.
 template <class T, int W>
@@ -73,6 +84,31 @@ struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Vec {
         }
     }
     __device__ __forceinline__ void set(int i, Acc<T> x) { v[i] = convert<T>(x); }
+    // By the word too: a selection between a vector and Vec{} would be made for each half.
+    __device__ __forceinline__ static Vec zero() {
+        Vec r;
+        if constexpr (sizeof(Vec) % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < int(sizeof(Vec)) / 4; ++i) reinterpret_cast<uint32_t*>(r.v)[i] = 0;
+        } else {
+            r = Vec{};
+        }
+        return r;
+    }
+    // The vector of f(0), f(1), ...; halves are rounded in pairs.
+    template <class F>
+    __device__ __forceinline__ static Vec of(F f) {
+        Vec r;
+        if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < W; i += 2)
+                reinterpret_cast<uint32_t*>(r.v)[i / 2] = pack<T>(f(i), f(i + 1));
+        } else {
+#pragma unroll
+            for (int i = 0; i < W; ++i) r.set(i, f(i));
+        }
+        return r;
+    }
 };
 template <int W, class T>
 __device__ __forceinline__ Vec<T, W> load(const T* p) {
@@ -198,6 +234,24 @@ int resident_blocks(const void* kernel, dim3 threads, int64_t shared);
 template <class... Params>
 int resident_blocks(void (*kernel)(Params...), dim3 threads, int64_t shared) {
     return resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared);
+}
+
+// --- asynchronous copies to shared memory --------------------------------------------------------
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return uint32_t(__cvta_generic_to_shared(p));
+}
+
+// Copies 16 bytes, or writes zeros when not `valid`.
+__device__ __forceinline__ void copy16(void* dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)),
+                 "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// Closes a group of copies. A thread sees what it copied itself once it has waited for the group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int N>
+__device__ __forceinline__ void wait_copies() {  // for all but the last N groups
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // --- reductions in a fixed order -----------------------------------------------------------------

@@ -111,9 +111,7 @@ struct AddOp {
     template <int W>
     __device__ void run(int64_t i) const {
         const Vec<T, W> x = load<W>(a + i), y = load<W>(b + i);
-        Vec<T, W> z;
-        for (int k = 0; k < W; ++k) z.set(k, x.get(k) + y.get(k));
-        store(out + i, z);
+        store(out + i, Vec<T, W>::of([&](int k) { return x.get(k) + y.get(k); }));
     }
 };
 
@@ -124,9 +122,8 @@ struct ScaleOp {
     Acc<T> factor;
     template <int W>
     __device__ void run(int64_t i) const {
-        Vec<T, W> v = load<W>(x + i);
-        for (int k = 0; k < W; ++k) v.set(k, v.get(k) * factor);
-        store(x + i, v);
+        const Vec<T, W> v = load<W>(x + i);
+        store(x + i, Vec<T, W>::of([&](int k) { return v.get(k) * factor; }));
     }
 };
 

@@ -21,16 +21,13 @@ struct RopeOp {
         const uint32_t n = uint32_t(row) / H, h = uint32_t(row) - n * H;
         T* p = x + n * stride_n + h * stride_h + col;
         const float* angles = table + (int64_t(pos[n]) * half + col) * 2;
-        Vec<T, W> low = load<W>(p), high = load<W>(p + half);
+        const Vec<T, W> low = load<W>(p), high = load<W>(p + half);
         const Vec<float, 2 * W> turn = load<2 * W>(angles);
-        for (int k = 0; k < W; ++k) {
-            const float c = turn.v[2 * k], s = sign * turn.v[2 * k + 1];
-            const float a = low.get(k), b = high.get(k);
-            low.set(k, a * c - b * s);
-            high.set(k, b * c + a * s);
-        }
-        store(p, low);
-        store(p + half, high);
+        const auto c = [&](int k) { return turn.v[2 * k]; };
+        const auto s = [&](int k) { return sign * turn.v[2 * k + 1]; };
+        store(p, Vec<T, W>::of([&](int k) { return low.get(k) * c(k) - high.get(k) * s(k); }));
+        store(p + half,
+              Vec<T, W>::of([&](int k) { return high.get(k) * c(k) + low.get(k) * s(k); }));
     }
 };
 
