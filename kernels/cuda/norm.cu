@@ -1,21 +1,28 @@
-// LayerNorm and RMSNorm. A group of 32 to 256 threads owns a row and keeps it in registers between
-// the passes, K vectors a thread: each row is read once. Going backward a fixed number of blocks
-// walks over the rows; a thread always meets the same columns, so it keeps its part of dw and db in
-// registers too, and a second kernel adds up the blocks in order: no atomics, the same bits every
-// run. K = 0 is the form for rows that are no whole vectors or too long (C above 8192 halves): it
-// reads element by element, and again for each pass.
+// LayerNorm and RMSNorm. A row belongs to a group of threads, one warp or a few, which keep it in
+// registers between the passes, K vectors a thread: each row is read once. Forward, a group has one
+// row; other groups hide its waiting. Backward, a fixed number of groups walks over the rows, so
+// that a thread meets the same columns in each and keeps its part of dw and db in registers; there
+// are few of them, so each asks for its next rows ahead, by asynchronous copies into shared memory.
+// A second kernel adds up the blocks in order: no atomics, the same bits every run.
+// The "long" kernels are for rows that a group cannot hold, or that are no whole aligned vectors:
+// a block has a row and reads it again in each pass, mostly from the caches.
 // RMSNorm is LayerNorm without mean and bias: `mean` is then null.
-#include <climits>
-
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace torus::cuda {
 
 // --- kernels -------------------------------------------------------------------------------------
-constexpr int kThreads = 256;       // of a block at most
 constexpr int kMostVectors = 4;     // of a thread
+constexpr int kMostWarps = 8;       // of a row
+constexpr int kBlockThreads = 128;  // of a block, where a row is one warp
+constexpr int kLongThreads = 512;   // of a block of the long kernels, at most
+constexpr int kAhead = 2;           // rows that a group of the backward pass has asked for
 constexpr int kBackwardBlocks = 4;  // of a multiprocessor, at most
+
+// Forward blocks of 256 threads that must fit a multiprocessor: as many registers as the vectors
+// need without spilling, 64 or 80.
+constexpr int forward_blocks(int K) { return K < kMostVectors ? 4 : 3; }
 
 template <class T>
 struct NormForward {
@@ -24,7 +31,7 @@ struct NormForward {
     const T *x, *w, *b;
     int64_t rows;
     int C;
-    float eps;
+    float eps, over_C;  // 1 / C
 };
 
 template <class T>
@@ -46,200 +53,305 @@ struct Pair {
 };
 __device__ __forceinline__ Pair warp_sum(Pair x) { return {warp_sum(x.a), warp_sum(x.b)}; }
 
-// Sum over the threads of a row (x dimension of the block). `slot` alternates between calls so that
-// one barrier a call is enough.
+// Sum over the threads of a row: the x dimension of the block, which has one row unless a row is
+// one warp. `slot` alternates between calls so that one barrier a call is enough.
 template <class V>
 __device__ __forceinline__ V row_sum(V v, int slot) {
-    __shared__ V warps[2][kThreads / 32];
+    __shared__ V warps[2][kLongThreads / 32];
     v = warp_sum(v);
     if (blockDim.x == 32) return v;
-    const int first = threadIdx.y * (blockDim.x / 32), mine = first + threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) warps[slot][mine] = v;
+    if (threadIdx.x % 32 == 0) warps[slot][threadIdx.x / 32] = v;
     __syncthreads();
-    v = warps[slot][first];
-    for (int i = 1; i < int(blockDim.x / 32); ++i) v += warps[slot][first + i];
+    v = warps[slot][0];
+    for (int i = 1; i < int(blockDim.x / 32); ++i) v += warps[slot][i];
     return v;
 }
 
-// Elements of one access.
+// The columns of a thread in a row held by its group: W from each of at(0), ... at(K - 1), which
+// are a constant apart. Only those with live[k] are in the row; the others hold zeros.
 template <class T, int K>
-constexpr int norm_width = K ? vector_width<T> : 1;
+struct Columns {
+    static constexpr int W = vector_width<T>;
+    int first;
+    bool live[K];
 
-// The part of one row that a thread owns. Rows past the end have no columns.
-template <class T, int K>
-struct RowPart {
-    static constexpr int W = norm_width<T, K>;
-    const T* row;
-    int C;  // 0 past the end
-    Vec<T, W> held[K ? K : 1];
-
-    __device__ __forceinline__ RowPart(const T* x, int64_t index, int64_t rows, int columns)
-        : row(x + index * columns), C(index < rows ? columns : 0) {
+    __device__ __forceinline__ explicit Columns(int C)
+        : first(int(threadIdx.x / 32 * K * 32 + threadIdx.x % 32) * W) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) live[k] = at(k) < C;
+    }
+    __device__ __forceinline__ int at(int k) const { return first + k * 32 * W; }
+    __device__ __forceinline__ void read(Vec<T, W> (&v)[K], const T* row) const {
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            const int c = int(threadIdx.x + k * blockDim.x) * W;
-            if (c < C) held[k] = load<W>(row + c);
+            v[k] = Vec<T, W>::zero();
+            if (live[k]) v[k] = load<W>(row + at(k));
         }
     }
-    // f(k, column, vector k) for all vectors of this thread; k is 0 where none are held.
-    template <class F>
-    __device__ __forceinline__ void each(F f) const {
-        if constexpr (K > 0) {
+    __device__ __forceinline__ void write(T* row, const Vec<T, W> (&v)[K]) const {
 #pragma unroll
-            for (int k = 0; k < K; ++k) {
-                const int c = int(threadIdx.x + k * blockDim.x) * W;
-                if (c < C) f(k, c, held[k]);
-            }
-        } else {
-            for (int c = int(threadIdx.x); c < C; c += int(blockDim.x)) f(0, c, load<W>(row + c));
-        }
+        for (int k = 0; k < K; ++k)
+            if (live[k]) store(row + at(k), v[k]);
     }
-    // Vector k, at column c.
-    __device__ __forceinline__ Vec<T, W> at(int k, int c) const {
-        if constexpr (K > 0)
-            return held[k];
-        else
-            return load<W>(row + c);
+    // f(k, i) for all of them, unrolled.
+    template <class F>
+    __device__ __forceinline__ static void each(F f) {
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+#pragma unroll
+            for (int i = 0; i < W; ++i) f(k, i);
     }
 };
 
 template <class T, int K>
-__global__ void __launch_bounds__(kThreads) norm_forward_kernel(const NormForward<T> a) {
-    constexpr int W = norm_width<T, K>;
+__global__ void __launch_bounds__(32 * kMostWarps, forward_blocks(K))
+    norm_forward_kernel(const NormForward<T> a) {
+    constexpr int W = vector_width<T>;
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    const RowPart<T, K> x(a.x, row, a.rows, a.C);
-    float mean = 0;
+    if (row >= a.rows) return;
+    const Columns<T, K> columns(a.C);
+    Vec<T, W> x[K], w[K], b[K];
+    columns.read(x, a.x + row * a.C);
+    columns.read(w, a.w);  // with x, so that they wait together
+    if (a.b) columns.read(b, a.b);
+    float mean = 0, squares[2] = {};  // two sums, which do not wait for each other
     if (a.mean) {
-        float sum = 0;
-        x.each([&](int, int, const Vec<T, W>& v) {
-            for (int i = 0; i < W; ++i) sum += v.get(i);
-        });
-        mean = row_sum(sum, 0) / float(a.C);
+        float sum[2] = {};
+        columns.each([&](int k, int i) { sum[i % 2] += x[k].get(i); });
+        mean = row_sum(sum[0] + sum[1], 0) * a.over_C;
     }
-    float squares = 0;
-    x.each([&](int, int, const Vec<T, W>& v) {
-        for (int i = 0; i < W; ++i) squares += (v.get(i) - mean) * (v.get(i) - mean);
+    columns.each([&](int k, int i) {
+        const float d = columns.live[k] ? x[k].get(i) - mean : 0.0f;
+        squares[i % 2] += d * d;
     });
-    const float rstd = 1.0f / sqrtf(row_sum(squares, 1) / float(a.C) + a.eps);
-    const auto normed = [&](int c, const Vec<T, W>& v) {
-        const Vec<T, W> w = load<W>(a.w + c);
-        Vec<T, W> b, y;
-        if (a.b) b = load<W>(a.b + c);
-        for (int i = 0; i < W; ++i)
-            y.set(i, (v.get(i) - mean) * rstd * w.get(i) + (a.b ? b.get(i) : 0.0f));
-        return y;
-    };
+    const float rstd = rsqrtf(row_sum(squares[0] + squares[1], 1) * a.over_C + a.eps);
     T* const out = a.out + row * a.C;
-    if constexpr (K > 0) {  // all loads before the first store, so that they wait together
-        Vec<T, W> y[K];
-        x.each([&](int k, int c, const Vec<T, W>& v) { y[k] = normed(c, v); });
-        x.each([&](int k, int c, const Vec<T, W>&) { store(out + c, y[k]); });
-    } else {
-        x.each([&](int, int c, const Vec<T, W>& v) { store(out + c, normed(c, v)); });
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        const auto y = Vec<T, W>::of([&](int i) {
+            const float scaled = (x[k].get(i) - mean) * rstd * w[k].get(i);
+            return a.b ? scaled + b[k].get(i) : scaled;
+        });
+        if (columns.live[k]) store(out + columns.at(k), y);
     }
-    if (row < a.rows && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         if (a.mean) a.mean[row] = mean;
         a.rstd[row] = rstd;
     }
 }
 
-// Shared memory: dw[C], db[C] of each row group; during the walk only where K = 0.
-template <class T, int K>
-__global__ void __launch_bounds__(kThreads) norm_backward_kernel(const NormBackward<T> a) {
-    constexpr int W = norm_width<T, K>;
-    extern __shared__ float sums[];
-    const bool layernorm = a.mean != nullptr;
-    const int kinds = layernorm ? 2 : 1;
-    float* const shared_dw = sums + threadIdx.y * kinds * a.C;
-    float* const shared_db = shared_dw + a.C;
-    float dw[K ? K : 1][W] = {}, db[K ? K : 1][W] = {};
-    for (int c = int(threadIdx.x); c < kinds * a.C; c += int(blockDim.x)) shared_dw[c] = 0;
-    __syncthreads();
-
-    int slot = 0;
-    for (int64_t base = int64_t(blockIdx.x) * blockDim.y; base < a.rows;
-         base += int64_t(gridDim.x) * blockDim.y, slot ^= 1) {
-        const int64_t row = base + threadIdx.y;
-        const RowPart<T, K> x(a.x, row, a.rows, a.C), dout(a.dout, row, a.rows, a.C);
-        const RowPart<T, K> before(a.dx, row, a.rows, a.C);
-        const float mean = layernorm && row < a.rows ? a.mean[row] : 0.0f;
-        const float rstd = row < a.rows ? a.rstd[row] : 0.0f;
-        Pair s{0, 0};  // sums of dout * w and of dout * w * x_hat
-        x.each([&](int k, int c, const Vec<T, W>& xv) {
-            const Vec<T, W> w = load<W>(a.w + c), d = dout.at(k, c);
-            for (int i = 0; i < W; ++i) {
-                const float g = d.get(i), hat = (xv.get(i) - mean) * rstd;
-                s.a += g * w.get(i);
-                s.b += g * w.get(i) * hat;
-                if constexpr (K > 0) {
-                    dw[k][i] += g * hat;
-                    db[k][i] += g;
-                } else {
-                    shared_dw[c] += g * hat;
-                    if (layernorm) shared_db[c] += g;
-                }
-            }
+// W: vectors, or single elements.
+template <class T, int W>
+__global__ void __launch_bounds__(kLongThreads) norm_forward_long_kernel(const NormForward<T> a) {
+    const int64_t row = blockIdx.x;
+    const T* const x = a.x + row * a.C;
+    const auto each = [&](auto f) {
+#pragma unroll 4
+        for (int c = int(threadIdx.x) * W; c < a.C; c += int(blockDim.x) * W) f(c, load<W>(x + c));
+    };
+    float mean = 0, squares = 0;
+    if (a.mean) {
+        float sum = 0;
+        each([&](int, const Vec<T, W>& v) {
+            for (int i = 0; i < W; ++i) sum += v.get(i);
         });
-        s = row_sum(s, slot);
-        const float mean_d = layernorm ? s.a / float(a.C) : 0.0f, mean_dx = s.b / float(a.C);
-        x.each([&](int k, int c, const Vec<T, W>& xv) {
-            const Vec<T, W> w = load<W>(a.w + c), d = dout.at(k, c);
-            Vec<T, W> dx = before.at(k, c);
-            for (int i = 0; i < W; ++i) {
-                const float hat = (xv.get(i) - mean) * rstd;
-                dx.set(i, dx.get(i) + rstd * (d.get(i) * w.get(i) - mean_d - hat * mean_dx));
-            }
-            store(a.dx + row * a.C + c, dx);
-        });
+        mean = row_sum(sum, 0) * a.over_C;
     }
-    if constexpr (K > 0) {
-#pragma unroll
-        for (int k = 0; k < K; ++k) {
-            const int c = int(threadIdx.x + k * blockDim.x) * W;
-            if (c >= a.C) continue;
-            for (int i = 0; i < W; ++i) {
-                shared_dw[c + i] = dw[k][i];
-                if (layernorm) shared_db[c + i] = db[k][i];
-            }
-        }
-    }
-    __syncthreads();
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
-    for (int c = thread; c < kinds * a.C; c += threads) {
-        float total = 0;
-        for (int group = 0; group < int(blockDim.y); ++group)
-            total += sums[group * kinds * a.C + c];
-        a.partial[int64_t(blockIdx.x) * kinds * a.C + c] = total;
+    each([&](int, const Vec<T, W>& v) {
+        for (int i = 0; i < W; ++i) squares += (v.get(i) - mean) * (v.get(i) - mean);
+    });
+    const float rstd = rsqrtf(row_sum(squares, 1) * a.over_C + a.eps);
+    each([&](int c, const Vec<T, W>& v) {
+        const Vec<T, W> w = load<W>(a.w + c), b = a.b ? load<W>(a.b + c) : Vec<T, W>::zero();
+        store(a.out + row * a.C + c,
+              Vec<T, W>::of([&](int i) { return (v.get(i) - mean) * rstd * w.get(i) + b.get(i); }));
+    });
+    if (threadIdx.x == 0) {
+        if (a.mean) a.mean[row] = mean;
+        a.rstd[row] = rstd;
     }
 }
 
-// --- launchers -----------------------------------------------------------------------------------
-// How a row is shared out: threads, and vectors of each (0: element by element).
-struct RowPlan {
-    int threads = kThreads, vectors = 0;
+// dx = before + rstd * (g - mean(g) - hat * mean(g * hat)) with g = dout * w, hat = (x - mean) *
+// rstd, and means over the row; no mean(g) in RMSNorm.
+struct RowGradient {
+    float mean, rstd, shift, slope;
+
+    __device__ RowGradient(float mean_, float rstd_, Pair sums, int C, bool layernorm)
+        : mean(mean_),
+          rstd(rstd_),
+          shift(layernorm ? rstd * sums.a / float(C) : 0.0f),
+          slope(rstd * rstd * rstd * sums.b / float(C)) {}
+    // sums: of g and of g * (x - mean)
+    __device__ __forceinline__ float operator()(float before, float x, float g) const {
+        return (before - shift) + rstd * g - slope * (x - mean);
+    }
 };
 
-// The plan with the fewest idle threads; of equal ones that with the most vectors a thread, which
-// spend less on the sums over threads.
-static RowPlan plan_row(int C, int width, bool aligned) {
-    RowPlan best;
-    if (!aligned || C % width != 0) return best;
-    const int vectors = C / width;
-    int least = INT_MAX;
-    for (int threads = 32; threads <= kThreads; threads *= 2) {
-        const int each = int(divide_up(vectors, threads)), idle = each * threads - vectors;
-        if (each > kMostVectors || idle >= least) continue;
-        best = {threads, each};
-        least = idle;
+// Shared memory: kAhead slots of x, dout and dx of the rows to come, each thread's vectors side by
+// side with those of its neighbours; in the end dw[C], db[C] of each group.
+template <class T, int K>
+__global__ void __launch_bounds__(32 * kMostWarps) norm_backward_kernel(const NormBackward<T> a) {
+    constexpr int W = vector_width<T>;
+    extern __shared__ uint4 slots[];
+    const bool layernorm = a.mean != nullptr;
+    const int threads = int(blockDim.x * blockDim.y);
+    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    const int64_t step = int64_t(gridDim.x) * blockDim.y;
+    const Columns<T, K> columns(a.C);
+    const auto vectors = [&](int slot, int k) {
+        return slots + (slot * K + k) * 3 * threads + thread;
+    };
+
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, coming = row;
+    const auto ask = [&](int slot) {  // for row `coming`
+        if (coming < a.rows) {
+            const int64_t at = coming * a.C + columns.first;
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                uint4* const to = vectors(slot, k);
+                const int64_t from = columns.live[k] ? at + k * 32 * W : 0;
+                copy16(to, a.x + from, columns.live[k]);
+                copy16(to + threads, a.dout + from, columns.live[k]);
+                copy16(to + 2 * threads, a.dx + from, columns.live[k]);
+            }
+        }
+        commit_copies();
+        coming += step;
+    };
+    for (int slot = 0; slot < kAhead; ++slot) ask(slot);
+    float next_mean = 0, next_rstd = 0;
+    const auto ask_statistics = [&](int64_t of) {
+        if (of >= a.rows) return;
+        if (layernorm) next_mean = a.mean[of];
+        next_rstd = a.rstd[of];
+    };
+    ask_statistics(row);
+    Vec<T, W> w[K];
+    columns.read(w, a.w);
+    float dw[K][W] = {}, db[K][W] = {};
+
+    for (int slot = 0, turn = 0; row < a.rows; row += step, turn ^= 1) {
+        const float mean = next_mean, rstd = next_rstd;
+        ask_statistics(row + step);
+        wait_copies<kAhead - 1>();
+        Vec<T, W> x[K], d[K], dx[K];
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            const uint4* const from = vectors(slot, k);
+            x[k] = reinterpret_cast<const Vec<T, W>&>(from[0]);
+            d[k] = reinterpret_cast<const Vec<T, W>&>(from[threads]);
+            dx[k] = reinterpret_cast<const Vec<T, W>&>(from[2 * threads]);
+        }
+        Pair sums{0, 0};
+        columns.each([&](int k, int i) {
+            const float g = d[k].get(i) * w[k].get(i), centred = x[k].get(i) - mean;
+            sums.a += g;
+            sums.b += g * centred;
+            dw[k][i] += d[k].get(i) * rstd * centred;
+        });
+        if (layernorm) columns.each([&](int k, int i) { db[k][i] += d[k].get(i); });
+        const RowGradient gradient(mean, rstd, row_sum(sums, turn), a.C, layernorm);
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+            dx[k] = Vec<T, W>::of([&](int i) {
+                return gradient(dx[k].get(i), x[k].get(i), d[k].get(i) * w[k].get(i));
+            });
+        columns.write(a.dx + row * a.C, dx);
+        ask(slot);
+        slot = slot + 1 == kAhead ? 0 : slot + 1;
     }
-    return best;
+    wait_copies<0>();
+    __syncthreads();
+    const int width = layernorm ? 2 * a.C : a.C;
+    float* const groups = reinterpret_cast<float*>(slots);
+    float* const mine = groups + threadIdx.y * width;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (!columns.live[k]) continue;
+        float* const to = mine + columns.at(k);
+        reinterpret_cast<Vec<float, W>&>(*to) = reinterpret_cast<const Vec<float, W>&>(dw[k]);
+        if (layernorm)
+            reinterpret_cast<Vec<float, W>&>(to[a.C]) =
+                reinterpret_cast<const Vec<float, W>&>(db[k]);
+    }
+    __syncthreads();
+    for (int c = thread; c < width; c += threads) {
+        float total = 0;
+        for (int group = 0; group < int(blockDim.y); ++group) total += groups[group * width + c];
+        a.partial[int64_t(blockIdx.x) * width + c] = total;
+    }
+}
+
+// Shared memory: dw[C], db[C]. A thread owns their columns that it reads.
+template <class T, int W>
+__global__ void __launch_bounds__(kLongThreads) norm_backward_long_kernel(const NormBackward<T> a) {
+    extern __shared__ uint4 owned[];
+    float *const dw = reinterpret_cast<float*>(owned), *const db = dw + a.C;
+    const bool layernorm = a.mean != nullptr;
+    const auto each = [&](auto f) {
+#pragma unroll 2
+        for (int c = int(threadIdx.x) * W; c < a.C; c += int(blockDim.x) * W) f(c);
+    };
+    const auto add = [](float* sums, auto f) {
+        Vec<float, W>& s = reinterpret_cast<Vec<float, W>&>(*sums);
+        s = Vec<float, W>::of([&](int i) { return s.v[i] + f(i); });
+    };
+    const int width = layernorm ? 2 * a.C : a.C;
+    for (int c = int(threadIdx.x); c < width; c += int(blockDim.x)) dw[c] = 0;
+    __syncthreads();
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
+        const T *const x = a.x + row * a.C, *const dout = a.dout + row * a.C;
+        T* const dx = a.dx + row * a.C;
+        const float mean = layernorm ? a.mean[row] : 0.0f, rstd = a.rstd[row];
+        Pair sums{0, 0};
+        each([&](int c) {
+            const Vec<T, W> v = load<W>(x + c), d = load<W>(dout + c), w = load<W>(a.w + c);
+            for (int i = 0; i < W; ++i) {
+                const float g = d.get(i) * w.get(i);
+                sums.a += g;
+                sums.b += g * (v.get(i) - mean);
+            }
+            add(dw + c, [&](int i) { return d.get(i) * rstd * (v.get(i) - mean); });
+            if (layernorm) add(db + c, [&](int i) { return d.get(i); });
+        });
+        const RowGradient gradient(mean, rstd, row_sum(sums, turn), a.C, layernorm);
+        each([&](int c) {
+            const Vec<T, W> v = load<W>(x + c), d = load<W>(dout + c), w = load<W>(a.w + c);
+            const Vec<T, W> before = load<W>(dx + c);
+            store(dx + c, Vec<T, W>::of([&](int i) {
+                      return gradient(before.get(i), v.get(i), d.get(i) * w.get(i));
+                  }));
+        });
+    }
+    __syncthreads();
+    for (int c = int(threadIdx.x); c < width; c += int(blockDim.x))
+        a.partial[int64_t(blockIdx.x) * width + c] = dw[c];
+}
+
+// --- launchers -----------------------------------------------------------------------------------
+// How a row is shared out. vectors: of each thread, 0 for the long kernels. width: elements of an
+// access.
+struct RowPlan {
+    int vectors, width;
+    dim3 block;
+};
+
+static RowPlan plan_row(int C, int width, bool aligned) {
+    if (!aligned || C % width != 0) width = 1;
+    const int vectors = C / width, warps = int(divide_up(vectors, 32 * kMostVectors));
+    if (width > 1 && warps <= kMostWarps) {
+        const int each = int(divide_up(vectors, 32 * warps));
+        return {each, width, warps == 1 ? dim3(32, kBlockThreads / 32) : dim3(32 * warps)};
+    }
+    return {0, width, dim3(std::min(kLongThreads, int(divide_up(vectors, 32)) * 32))};
 }
 
 // f(std::integral_constant<int, K>{}).
 template <class F>
 static void dispatch_vectors(int K, F&& f) {
     switch (K) {
-        case 0: return f(std::integral_constant<int, 0>{});
         case 1: return f(std::integral_constant<int, 1>{});
         case 2: return f(std::integral_constant<int, 2>{});
         case 3: return f(std::integral_constant<int, 3>{});
@@ -251,11 +363,15 @@ template <class T>
 static void forward(const char* name, Stream& stream, const NormForward<T>& a) {
     const bool aligned = aligned16(a.out) && aligned16(a.x) && aligned16(a.w) && aligned16(a.b);
     const RowPlan plan = plan_row(a.C, vector_width<T>, aligned);
-    const dim3 block(plan.threads, kThreads / plan.threads);
-    dispatch_vectors(plan.vectors, [&](auto K) {
-        launch(name, stream, {.blocks = divide_up(a.rows, block.y), .threads = block},
-               norm_forward_kernel<T, decltype(K)::value>, a);
-    });
+    const Grid grid{.blocks = divide_up(a.rows, plan.block.y), .threads = plan.block};
+    if (plan.vectors > 0)
+        dispatch_vectors(plan.vectors, [&](auto K) {
+            launch(name, stream, grid, norm_forward_kernel<T, decltype(K)::value>, a);
+        });
+    else if (plan.width > 1)
+        launch(name, stream, grid, norm_forward_long_kernel<T, vector_width<T>>, a);
+    else
+        launch(name, stream, grid, norm_forward_long_kernel<T, 1>, a);
 }
 
 int64_t norm_workspace(const WorkspaceDims& d) {
@@ -265,23 +381,29 @@ int64_t norm_workspace(const WorkspaceDims& d) {
 
 template <class T>
 static void backward(const char* name, Stream& stream, NormBackward<T> a, float* dw, float* db) {
-    const int kinds = a.mean ? 2 : 1;
     const bool aligned = aligned16(a.dx) && aligned16(a.dout) && aligned16(a.x) && aligned16(a.w);
     const RowPlan plan = plan_row(a.C, vector_width<T>, aligned);
-    const dim3 block(plan.threads, std::max(1, 128 / plan.threads));
-    const int64_t shared = int64_t(block.y) * kinds * a.C * 4;
+    const int64_t groups = plan.block.y, sums = (a.mean ? 2 : 1) * int64_t(a.C) * 4;
+    const int64_t ahead = int64_t(kAhead) * plan.vectors * 3 * plan.block.x * groups * 16;
+    const int64_t shared = std::max(groups * sums, ahead);
     CHECK(shared + 1024 <= shared_limit(), ": ", name, " of rows of ", a.C, " channels, at most ",
-          (shared_limit() - 1024) / 4 / kinds);
-    dispatch_vectors(plan.vectors, [&](auto K) {
-        const auto kernel = norm_backward_kernel<T, decltype(K)::value>;
+          (shared_limit() - 1024) * a.C / sums);
+    const auto walk = [&](auto kernel) {
         // One wave: a block beyond it would start when the others end.
-        const int64_t fit = std::min(resident_blocks(kernel, block, shared), kBackwardBlocks);
-        const int64_t blocks =
-            std::min<int64_t>(divide_up(a.rows, block.y), fit * multiprocessors());
-        a.partial = static_cast<float*>(workspace(stream, blocks * kinds * a.C * 4, name));
-        launch(name, stream, {.blocks = blocks, .threads = block, .shared = shared}, kernel, a);
+        const int64_t fit = std::min(resident_blocks(kernel, plan.block, shared), kBackwardBlocks);
+        const int64_t blocks = std::min(divide_up(a.rows, groups), fit * multiprocessors());
+        a.partial = static_cast<float*>(workspace(stream, blocks * sums, name));
+        launch(name, stream, {.blocks = blocks, .threads = plan.block, .shared = shared}, kernel,
+               a);
         reduce_partials(name, stream, dw, db, a.partial, blocks, a.C);  // rows are [dw | db]
-    });
+    };
+    if (plan.vectors > 0)
+        dispatch_vectors(plan.vectors,
+                         [&](auto K) { walk(norm_backward_kernel<T, decltype(K)::value>); });
+    else if (plan.width > 1)
+        walk(norm_backward_long_kernel<T, vector_width<T>>);
+    else
+        walk(norm_backward_long_kernel<T, 1>);
 }
 
 static void check_norm(const char* name, const Tensor& like, const Tensor& w, const Tensor& stat,
@@ -306,7 +428,8 @@ void CudaKernels::layernorm_forward(Stream& stream, Tensor out, Tensor mean, Ten
         forward<T>(name, stream,
                    {static_cast<T*>(out.data), mean.as<float>(), rstd.as<float>(),
                     static_cast<const T*>(x.data), static_cast<const T*>(w.data),
-                    static_cast<const T*>(b.data), rstd.numel(), int(w.numel()), float(eps)});
+                    static_cast<const T*>(b.data), rstd.numel(), int(w.numel()), float(eps),
+                    1.0f / float(w.numel())});
     });
 }
 
@@ -317,10 +440,10 @@ void CudaKernels::rmsnorm_forward(Stream& stream, Tensor out, Tensor rstd, Tenso
     expect(out, name, precision_.act, x.numel());
     dispatch(precision_.act, [&](auto type) {
         using T = typename decltype(type)::type;
-        forward<T>(
-            name, stream,
-            {static_cast<T*>(out.data), nullptr, rstd.as<float>(), static_cast<const T*>(x.data),
-             static_cast<const T*>(w.data), nullptr, rstd.numel(), int(w.numel()), float(eps)});
+        forward<T>(name, stream,
+                   {static_cast<T*>(out.data), nullptr, rstd.as<float>(),
+                    static_cast<const T*>(x.data), static_cast<const T*>(w.data), nullptr,
+                    rstd.numel(), int(w.numel()), float(eps), 1.0f / float(w.numel())});
     });
 }
 
