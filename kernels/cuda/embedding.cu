@@ -1,8 +1,9 @@
 // Embedding lookup and its gradient. The gradient adds many rows of dout into each row of the
-// table; to give the same bits every run it first makes, per table row, the list of its uses in
-// increasing order (a stable counting sort: integer atomics only count), then one warp per table
-// row adds them. Table rows with many uses (a frequent byte, a padded position) go to whole blocks
-// in a second kernel, so that no warp has more than kShort rows to add.
+// table; to give the same bits every run it first makes, for each table row that is used, the list
+// of its uses in increasing order (a stable counting sort: integer atomics only count, and choose
+// where a list lies), then one warp per list and slice of columns adds them. Table rows with many
+// uses (a frequent byte, a padded position) go to whole blocks in a second kernel, so that no warp
+// has more than kShort rows to add.
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
 
@@ -21,23 +22,29 @@ struct EmbeddingForwardOp {
         Vec<T, W> x = load<W>(wte + int64_t(ids[row]) * C + col);
         if (wpe) {
             const Vec<T, W> p = load<W>(wpe + int64_t(pos[row]) * C + col);
-            for (int k = 0; k < W; ++k) x.set(k, x.get(k) + p.get(k));
+            x = Vec<T, W>::of([&](int k) { return x.get(k) + p.get(k); });
         }
         store(out + row * C + col, x);
     }
 };
 
-constexpr int kShort = 32;       // uses of a table row that one warp adds
-constexpr int kChunks = 128;     // at most, of the rows of dout; each is placed by one warp
-constexpr int kChunkRows = 512;  // at least
+constexpr int kShort = 128;   // uses of a table row that one warp adds
+constexpr int kChunks = 128;  // at most, of the rows of dout; each is placed by one block
+constexpr int kTile = 512;    // rows that such a block places at a time
+constexpr int kRunThreads = 256;
+
+struct Run {  // a table row and its uses: order[first, first + count)
+    int32_t row, first, count;
+};
 
 // The uses of each table row, in the stream's workspace.
 struct Uses {
-    int32_t* cursor;     // (chunks, V): uses in a chunk; then where the chunk's first one goes
-    int32_t* start;      // (V + 1): first entry of a table row in `order`
+    int32_t* counters;   // {entries of order given out, runs, long runs}
+    int32_t* cursor;     // (chunks, V): uses in a chunk; then those in the chunks before it
+    int32_t* start;      // (V): first entry of a used table row in `order`
     int32_t* order;      // (N): rows of dout, by table row, then increasing
-    int32_t* long_rows;  // (V): table rows with more than kShort uses, in any order
-    int32_t* long_count;
+    Run* runs;           // one for each used table row, in any order
+    int32_t* long_runs;  // which of them have more than kShort uses, in any order
     int64_t N, V, chunk_rows, chunks;
 };
 
@@ -46,67 +53,79 @@ static __global__ void count_uses_kernel(const Uses u, const int32_t* ids) {
     if (row < u.N) atomicAdd(&u.cursor[row / u.chunk_rows * u.V + ids[row]], 1);
 }
 
-// Per table row: counts of the chunks -> exclusive sums over chunks; the total goes to start[v].
-static __global__ void sum_chunks_kernel(const Uses u) {
-    const int64_t v = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (v >= u.V) return;
-    int32_t total = 0;
-    for (int64_t c = 0; c < u.chunks; c += 8) {
-        int32_t count[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) count[k] = c + k < u.chunks ? u.cursor[(c + k) * u.V + v] : 0;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            if (c + k < u.chunks) u.cursor[(c + k) * u.V + v] = total;
-            total += count[k];
-        }
-    }
-    u.start[v] = total;
-    if (total > kShort) u.long_rows[atomicAdd(u.long_count, 1)] = int32_t(v);
-}
-
-// start[] : counts -> exclusive sums, by one block; a thread owns a run of table rows.
-static __global__ void __launch_bounds__(1024) sum_starts_kernel(const Uses u) {
-    __shared__ int32_t warps[32];
-    const int64_t each = (u.V + blockDim.x - 1) / blockDim.x;
-    const int64_t first = min(threadIdx.x * each, u.V), last = min(first + each, u.V);
-    int32_t mine = 0;
-    for (int64_t v = first; v < last; ++v) mine += u.start[v];
-    int32_t inclusive = mine;
+// Sum over the threads before this one; `total` becomes that of the block.
+static __device__ int32_t sum_before(int32_t mine, int32_t& total) {
+    __shared__ int32_t warps[kRunThreads / 32];
+    const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32);
+    int32_t sum = mine;
     for (int d = 1; d < 32; d *= 2) {
-        const int32_t left = __shfl_up_sync(0xffffffffu, inclusive, d);
-        if (int(threadIdx.x % 32) >= d) inclusive += left;
+        const int32_t left = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= d) sum += left;
     }
-    if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = inclusive;
+    __syncthreads();  // of an earlier call all have read `warps`
+    if (lane == 31) warps[warp] = sum;
     __syncthreads();
-    int32_t running = inclusive - mine;
-    for (int w = 0; w < int(threadIdx.x / 32); ++w) running += warps[w];
-    for (int64_t v = first; v < last; ++v) {
-        const int32_t count = u.start[v];
-        u.start[v] = running;
-        running += count;
+    int32_t before = sum - mine;
+    total = 0;
+    for (int w = 0; w < kRunThreads / 32; ++w) {
+        if (w < warp) before += warps[w];
+        total += warps[w];
     }
-    if (threadIdx.x == blockDim.x - 1) u.start[u.V] = running;
+    return before;
 }
 
-// One warp walks a chunk in order, 32 rows at a time; equal ids are ranked by lane.
-static __global__ void __launch_bounds__(32) place_uses_kernel(const Uses u, const int32_t* ids) {
-    int32_t* cursor = u.cursor + blockIdx.x * u.V;
-    const int64_t first = blockIdx.x * u.chunk_rows, last = min(first + u.chunk_rows, u.N);
-    const unsigned lane = threadIdx.x;
-    for (int64_t base = first; base < last; base += 32) {
-        const int64_t row = base + lane;
-        const int32_t id = row < last ? ids[row] : -1;
-        const unsigned same = __match_any_sync(0xffffffffu, id);
-        const unsigned leader = __ffs(int(same)) - 1;
-        int32_t at = 0;
-        if (lane == leader && id >= 0) {
-            at = u.start[id] + cursor[id];
-            cursor[id] += __popc(same);
+// Per table row: counts of the chunks -> sums over the chunks before; and its run.
+static __global__ void __launch_bounds__(kRunThreads) make_runs_kernel(const Uses u) {
+    constexpr int fetched = 16;
+    __shared__ int32_t bases[2];
+    const int64_t v = int64_t(blockIdx.x) * kRunThreads + threadIdx.x;
+    int32_t uses = 0;
+    for (int64_t c = 0; v < u.V && c < u.chunks; c += fetched) {
+        int32_t count[fetched];
+#pragma unroll
+        for (int k = 0; k < fetched; ++k)
+            count[k] = c + k < u.chunks ? u.cursor[(c + k) * u.V + v] : 0;
+#pragma unroll
+        for (int k = 0; k < fetched; ++k) {
+            if (c + k < u.chunks) u.cursor[(c + k) * u.V + v] = uses;
+            uses += count[k];
         }
-        at = __shfl_sync(0xffffffffu, at, int(leader));
-        if (id >= 0) u.order[at + __popc(same & ((1u << lane) - 1))] = int32_t(row);
-        __syncwarp();
+    }
+    int32_t all_uses = 0, all_runs = 0;
+    const int32_t entry = sum_before(uses, all_uses), run = sum_before(uses > 0, all_runs);
+    if (threadIdx.x == 0) {
+        bases[0] = atomicAdd(&u.counters[0], all_uses);
+        bases[1] = atomicAdd(&u.counters[1], all_runs);
+    }
+    __syncthreads();
+    if (uses == 0) return;
+    u.start[v] = bases[0] + entry;
+    u.runs[bases[1] + run] = {int32_t(v), bases[0] + entry, uses};
+    if (uses > kShort) u.long_runs[atomicAdd(&u.counters[2], 1)] = bases[1] + run;
+}
+
+// One block walks a chunk in order, a tile at a time; a row's place among equal ids of its tile is
+// counted.
+static __global__ void __launch_bounds__(kTile)
+    place_uses_kernel(const Uses u, const int32_t* ids) {
+    __shared__ int32_t tile[kTile];
+    int32_t* const cursor = u.cursor + blockIdx.x * u.V;
+    const int64_t begin = blockIdx.x * u.chunk_rows, end = min(begin + u.chunk_rows, u.N);
+    const int thread = int(threadIdx.x);
+    for (int64_t base = begin; base < end; base += kTile) {
+        const int64_t row = base + thread;
+        const int32_t id = row < end ? ids[row] : -1;
+        tile[thread] = id;
+        __syncthreads();  // also: the last tile's cursors are written
+        int before = 0, equal = 0;
+#pragma unroll 16
+        for (int i = 0; i < kTile; ++i) {
+            equal += tile[i] == id;
+            before += tile[i] == id && i < thread;
+        }
+        if (id >= 0) u.order[u.start[id] + cursor[id] + before] = int32_t(row);
+        __syncthreads();
+        if (id >= 0 && before == equal - 1) cursor[id] += equal;
     }
 }
 
@@ -115,7 +134,7 @@ template <class T, int W>
 __device__ __forceinline__ void add_rows(float (&sum)[W], const T* dout, const int32_t* order,
                                          int64_t first, int64_t last, int64_t stride, int64_t C,
                                          int64_t col) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t i = first; i < last; i += stride) {
         const Vec<T, W> d = load<W>(dout + int64_t(order[i]) * C + col);
         for (int k = 0; k < W; ++k) sum[k] += d.get(k);
@@ -129,38 +148,41 @@ __device__ __forceinline__ void add_to(float* p, const float (&sum)[W]) {
     store(p, v);
 }
 
-// One warp: one table row, 32 * W columns.
+// A warp adds one run at 32 * W columns at a time.
 template <class T, int W>
 __global__ void __launch_bounds__(256)
     embedding_short_kernel(const Uses u, float* dtable, const T* dout, int64_t C, int64_t slices) {
-    const int64_t item = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
-    const int64_t v = item / slices, col = (item % slices * 32 + threadIdx.x % 32) * W;
-    if (v >= u.V || col >= C) return;
-    const int64_t first = u.start[v], last = u.start[v + 1];
-    if (first == last || last - first > kShort) return;
-    float sum[W] = {};
-    add_rows<T, W>(sum, dout, u.order, first, last, 1, C, col);
-    add_to<W>(dtable + v * C + col, sum);
+    const int64_t warps = int64_t(gridDim.x) * 8, items = u.counters[1] * slices;
+    for (int64_t item = int64_t(blockIdx.x) * 8 + threadIdx.x / 32; item < items; item += warps) {
+        const uint32_t index = uint32_t(item) / uint32_t(slices);
+        const Run run = u.runs[index];
+        const int64_t col = ((item - index * slices) * 32 + threadIdx.x % 32) * W;
+        if (run.count > kShort || col >= C) continue;
+        float sum[W] = {};
+        add_rows<T, W>(sum, dout, u.order, run.first, run.first + run.count, 1, C, col);
+        add_to<W>(dtable + run.row * C + col, sum);
+    }
 }
 
-// One block: 32 warps share the uses of one table row at 32 * W columns, and add up in order.
+// A block: 32 warps share the uses of one run at 32 * W columns, and add up in order.
 template <class T, int W>
 __global__ void __launch_bounds__(1024)
     embedding_long_kernel(const Uses u, float* dtable, const T* dout, int64_t C, int64_t slices) {
     __shared__ float parts[32][32 * W];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t items = *u.long_count * slices;
+    const int64_t items = u.counters[2] * slices;
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const int64_t v = u.long_rows[item / slices], col = (item % slices * 32 + lane) * W;
+        const Run run = u.runs[u.long_runs[item / slices]];
+        const int64_t col = (item % slices * 32 + lane) * W;
         float sum[W] = {};
         if (col < C)
-            add_rows<T, W>(sum, dout, u.order, u.start[v] + warp, u.start[v + 1], 32, C, col);
+            add_rows<T, W>(sum, dout, u.order, run.first + warp, run.first + run.count, 32, C, col);
         for (int k = 0; k < W; ++k) parts[warp][k * 32 + lane] = sum[k];
         __syncthreads();
         if (warp == 0 && col < C) {
             for (int w = 1; w < 32; ++w)
                 for (int k = 0; k < W; ++k) sum[k] += parts[w][k * 32 + lane];
-            add_to<W>(dtable + v * C + col, sum);
+            add_to<W>(dtable + run.row * C + col, sum);
         }
         __syncthreads();
     }
@@ -191,15 +213,17 @@ void CudaKernels::embedding_forward(Stream& stream, Tensor out, Tensor ids, Tens
 }
 
 // Ints of workspace besides the cursors, and the number of chunks that the rest has room for.
-static int64_t fixed_ints(int64_t N, int64_t V) { return N + 2 * V + 2; }
+static int64_t fixed_ints(int64_t N, int64_t V) {
+    return 3 + V + N + 3 * std::min(N, V) + N / kShort;
+}
 static int64_t chunks_for(int64_t N, int64_t V, int64_t ints) {
     const int64_t room = (ints - fixed_ints(N, V)) / std::max<int64_t>(V, 1);
-    return std::min({divide_up(N, kChunkRows), int64_t(kChunks), room});
+    return std::min({divide_up(N, kTile), int64_t(kChunks), room});
 }
 
 int64_t embedding_workspace(const WorkspaceDims& d) {
     const int64_t V = std::max(d.vocab, d.rows);  // the position table may be the longer one
-    const int64_t chunks = std::min<int64_t>(divide_up(d.rows, kChunkRows), kChunks);
+    const int64_t chunks = std::min<int64_t>(divide_up(d.rows, kTile), kChunks);
     return (fixed_ints(d.rows, V) + std::max(chunks * d.vocab, V)) * 4;
 }
 
@@ -214,18 +238,19 @@ static Uses find_uses(Stream& stream, const int32_t* ids, int64_t N, int64_t V) 
     u.V = V;
     u.chunk_rows = divide_up(N, chunks);
     u.chunks = divide_up(N, u.chunk_rows);
-    u.long_count = p;
-    u.cursor = p + 1;
+    u.counters = p;
+    u.cursor = u.counters + 3;
     u.start = u.cursor + u.chunks * V;
-    u.long_rows = u.start + V + 1;
-    u.order = u.long_rows + V;
-    check(cudaMemsetAsync(p, 0, size_t(u.chunks * V + 1) * 4,
+    u.order = u.start + V;
+    u.runs = reinterpret_cast<Run*>(u.order + N);
+    u.long_runs = reinterpret_cast<int32_t*>(u.runs + std::min(N, V));
+    check(cudaMemsetAsync(p, 0, size_t(u.chunks * V + 3) * 4,
                           static_cast<cudaStream_t>(stream.handle)),
           name);
     launch(name, stream, {.blocks = divide_up(N, 256)}, count_uses_kernel, u, ids);
-    launch(name, stream, {.blocks = divide_up(V, 256)}, sum_chunks_kernel, u);
-    launch(name, stream, {.blocks = 1, .threads = 1024}, sum_starts_kernel, u);
-    launch(name, stream, {.blocks = u.chunks, .threads = 32}, place_uses_kernel, u, ids);
+    launch(name, stream, {.blocks = divide_up(V, kRunThreads), .threads = kRunThreads},
+           make_runs_kernel, u);
+    launch(name, stream, {.blocks = u.chunks, .threads = kTile}, place_uses_kernel, u, ids);
     return u;
 }
 
@@ -233,7 +258,10 @@ template <class T, int W>
 static void add_uses(Stream& stream, const Uses& u, float* dtable, const T* dout, int64_t C) {
     const char* name = "embedding_backward";
     const int64_t slices = divide_up(C, 32 * W);
-    launch(name, stream, {.blocks = divide_up(u.V * slices, 8)}, embedding_short_kernel<T, W>, u,
+    CHECK(std::min(u.N, u.V) * slices < int64_t(1) << 32, ": ", name, " of ", u.N, " rows of ", C);
+    const auto short_kernel = embedding_short_kernel<T, W>;
+    const int64_t blocks = resident_blocks(short_kernel, 256, 0) * int64_t(multiprocessors());
+    launch(name, stream, {.blocks = std::min(blocks, divide_up(u.N * slices, 8))}, short_kernel, u,
            dtable, dout, C, slices);
     launch(name, stream, {.blocks = 2 * multiprocessors(), .threads = 1024},
            embedding_long_kernel<T, W>, u, dtable, dout, C, slices);
