@@ -1,5 +1,6 @@
 // Indices past 2^31 and more rows than a grid's y dimension has: logits of 50,304 columns by 42,752
-// rows (8.6 GB of GPU memory in bf16), 70,000 rows in every op over rows. Slow: run with --no-skip.
+// rows (8.6 GB of GPU memory in bf16), 70,000 rows in every op over rows: slow, run with --no-skip.
+// And embedding rows with more uses than one warp adds.
 #include <cmath>
 
 #include "test/cuda/gpu.h"
@@ -64,6 +65,27 @@ TEST_CASE("matmul beyond 2^31 elements" * doctest::skip()) {
         }
         EXPECT(std::abs(got[size_t(o)] - want) < 0.02 * (1 + std::abs(want)));
         EXPECT(std::abs(sums[size_t(o)] - column) < 0.05 * std::sqrt(double(N)));
+    }
+}
+
+TEST_CASE("embedding rows with hundreds of uses") {
+    Gpu gpu(DType::bf16);
+    constexpr int64_t N = 1537, V = 7;
+    for (int64_t C : {5, 24, 264}) {
+        CAPTURE(C);
+        std::vector<double> x, ids, sum(size_t(V * C), 0);  // whole numbers: sums are exact
+        for (int64_t i = 0; i < N; ++i) {
+            const int64_t id = i % 3 == 0 ? 2 : i * i % V;
+            ids.push_back(double(id));
+            for (int64_t c = 0; c < C; ++c) {
+                x.push_back(double((i * 5 + c) % 17 - 8));
+                sum[size_t(id * C + c)] += x.back();
+            }
+        }
+        DeviceValue dout(gpu, DType::bf16, {N, C}, x), index(gpu, DType::i32, {N}, ids);
+        DeviceValue dwte(gpu, DType::f32, {V, C}, constant_values(V * C, 0));
+        gpu.k->embedding_backward(gpu.stream, dwte.tensor(), {}, dout.tensor(), index.tensor(), {});
+        EXPECT(same_bits(dwte.all(), sum));
     }
 }
 

@@ -38,13 +38,20 @@ DType type_of(const OpCase& c, const std::string& name, const Precision& p) {
     fail(Exit::internal, "no tensor ", name, " in ", c.name);
 }
 
-// Swaps sizes in all shapes of a case, to reach the vector paths of the kernels.
+// Swaps sizes in all shapes of a case, to reach the vector paths of the kernels. Each must be
+// there.
 OpCase resized(OpCase c, const std::map<int64_t, int64_t>& sizes) {
-    for (Spec& s : c.tensors)
-        for (int i = 0; i < s.shape.rank; ++i)
-            if (const auto to = sizes.find(s.shape.dim[size_t(i)]); to != sizes.end())
-                s.shape.dim[size_t(i)] = to->second;
-    c.name += " (resized)";
+    for (const auto& [from, to] : sizes) {
+        bool found = false;
+        for (Spec& s : c.tensors)
+            for (int i = 0; i < s.shape.rank; ++i)
+                if (int64_t& size = s.shape.dim[size_t(i)]; size == from) {
+                    size = to;
+                    found = true;
+                }
+        CHECK(found, ": ", c.name, " has no size ", from);
+        c.name += concat(", ", from, " -> ", to);
+    }
     return c;
 }
 
@@ -52,10 +59,16 @@ OpCase resized(OpCase c, const std::map<int64_t, int64_t>& sizes) {
 std::vector<OpCase> small_cases() {
     std::vector<OpCase> all = all_cases(false);
     for (const OpCase& c : all_cases(false)) {
-        if (starts_with(c.name, "attention"))
+        if (starts_with(c.name, "attention")) {
             for (int64_t D : {64, 128}) all.push_back(resized(c, {{6, D}}));
-        else if (!starts_with(c.name, "rope") && !starts_with(c.name, "classifier"))
-            all.push_back(resized(c, {{7, 16}, {19, 64}, {14, 32}}));
+        } else if (c.name.find("norm") != std::string::npos) {
+            all.push_back(resized(c, {{19, 64}}));
+        } else if (starts_with(c.name, "swiglu")) {
+            all.push_back(resized(c, {{7, 16}, {14, 32}}));
+        } else if (c.name == "matmul 5 x 7 x 9" || starts_with(c.name, "add") ||
+                   starts_with(c.name, "embedding") || starts_with(c.name, "gelu")) {
+            all.push_back(resized(c, {{7, 16}}));
+        }
     }
     return all;
 }
@@ -66,16 +79,24 @@ std::vector<OpCase> large_cases() {
         all.push_back(c);
         if (starts_with(c.name, "attention")) {
             for (int64_t D : {32, 64, 80, 96, 128, 192, 256}) all.push_back(resized(c, {{40, D}}));
-        } else if (starts_with(c.name, "rope")) {
-            all.push_back(resized(c, {{8, 64}, {4, 32}, {10, 128}, {3, 16}}));
+        } else if (c.name == "rope, 8 of 8") {
+            all.push_back(resized(c, {{8, 64}, {4, 32}}));
+        } else if (c.name == "rope, 6 of 10") {
+            all.push_back(resized(c, {{10, 128}, {3, 16}}));
         } else if (c.name.find("norm") != std::string::npos) {
-            all.push_back(resized(c, {{197, 768}}));
-            for (int64_t C : {1, 4999, 5120, 8192}) all.push_back(resized(c, {{301, 3}, {197, C}}));
-        } else if (starts_with(c.name, "matmul")) {
-            all.push_back(resized(c, {{301, 384}, {270, 256}}));
-            all.push_back(resized(c, {{301, 1}, {521, 1}, {270, 1}}));
-        } else if (!starts_with(c.name, "classifier")) {  // whose vocabulary is fixed
-            all.push_back(resized(c, {{197, 768}, {177, 256}, {354, 512}, {257, 256}}));
+            all.push_back(resized(c, {{131, 768}}));  // rows of one warp, of several, of a block
+            for (int64_t C : {1, 1600, 4999, 5120, 8192, 8200})
+                all.push_back(resized(c, {{203, 5}, {131, C}}));
+        } else if (starts_with(c.name, "matmul 260 x 140 x 135")) {
+            all.push_back(resized(c, {{260, 384}, {140, 256}, {135, 128}}));
+        } else if (starts_with(c.name, "classifier")) {  // odd rows, held whole, held in part
+            for (int64_t Vp : {643, 50304, 60032}) all.push_back(resized(c, {{640, Vp}}));
+        } else if (starts_with(c.name, "embedding")) {
+            all.push_back(resized(c, {{131, 768}}));
+        } else if (starts_with(c.name, "swiglu")) {
+            all.push_back(resized(c, {{177, 256}, {354, 512}}));
+        } else if (starts_with(c.name, "add") || starts_with(c.name, "gelu")) {
+            all.push_back(resized(c, {{257, 256}}));
         }
     }
     return all;
