@@ -38,6 +38,9 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
     if (o.step) {
         const AttnDims attention{.B = o.B, .S = o.S, .H = model.H, .Hk = model.Hk, .D = model.D};
         const bool shared = o.mesh && o.mesh->shape.sp() > 1;
+        require(!o.record || !shared, Exit::usage, "--cuda-graph: this run shares each sequence ",
+                "among ", shared ? o.mesh->shape.sp() : 1, " ranks, whose exchanges depend on the ",
+                "batch; leave it out or give --parallel-mode data_parallel");
         seq_ = shared ? make_seq_parallel(o.mode, k, *o.mesh, attention)
                       : make_local_attention(k, attention);
         step = std::make_unique<Step>(k, model, family, params, *seq_,
@@ -46,7 +49,8 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
                                                     .positions = o.positions,
                                                     .recompute = o.recompute,
                                                     .train = o.train,
-                                                    .document_mask = o.document_mask});
+                                                    .document_mask = o.document_mask,
+                                                    .record = o.record});
         step->plan(device_, pinned_);
         dims = larger(larger(dims, step->workspace_dims()), seq_->workspace());
     }

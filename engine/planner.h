@@ -27,6 +27,7 @@ public:
         std::string mode = "data_parallel";
         Comm* all = nullptr;  // the ranks whose gradients add up
         bool logits = false;  // room for the logits of one batch (--verify)
+        bool record = false;  // see Step::Options; sequences must be whole
     };
     Machine(Kernels&, const ModelConfig&, const Family&, const Config&, const Options&);
 

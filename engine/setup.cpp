@@ -120,6 +120,8 @@ Setup make_setup(const Config& c, int gpu) {
         s.model.max_T = std::max(s.model.max_T, c.seq_length);
     }
     s.cuda = device == "cuda";
+    require(s.cuda || !c.cuda_graph, Exit::no_device,
+            "--cuda-graph: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
     validate(s.model);
     s.family = &family(s.model.family);
     require(s.family->rotary() || c.seq_length <= s.model.max_T, Exit::usage, "--seq-length ",

@@ -31,7 +31,10 @@ Step::Step(Kernels& k, const ModelConfig& model, const Family& family, Parameter
       acts_(model, family, k.precision(), options.B, T_, options.recompute, options.train),
       uploaded_(k.device().make_event()) {}
 
-Step::~Step() { k_.device().destroy(uploaded_); }
+Step::~Step() {
+    for (Recorded& r : recorded_) k_.device().destroy(r.recording);
+    k_.device().destroy(uploaded_);
+}
 
 void Step::plan(Layout& device, Layout& pinned) const {
     const Precision& p = k_.precision();
@@ -198,12 +201,39 @@ void Step::begin(Stream& s) {
     accumulate_ = false;
 }
 
-void Step::forward_backward(Stream& s, const Batch& batch, double dloss, Tensor logits) {
+void Step::compute(Stream& s, double dloss, Tensor logits) {
     if (!accumulate_) params_.clear_sums(k_, s);
-    upload(s, batch);
     run_forward(s);
     run_head(s, dloss, true, logits);
     run_backward(s);
+}
+
+// dloss is an argument of the recorded launches: a recording serves for as long as it stays the
+// same. The first micro-batch of each kind runs unrecorded, since it chooses algorithms and loads
+// code.
+void Step::compute_recorded(Stream& s, double dloss) {
+    Device& device = k_.device();
+    Recorded& r = recorded_[accumulate_ ? 1 : 0];
+    if (r.dloss != dloss) {
+        device.destroy(r.recording);
+        r.dloss = dloss;
+        compute(s, dloss, {});
+        return;
+    }
+    if (!r.recording.handle) {
+        device.begin_recording(s);
+        compute(s, dloss, {});
+        r.recording = device.end_recording(s);
+    }
+    device.replay(s, r.recording);
+}
+
+void Step::forward_backward(Stream& s, const Batch& batch, double dloss, Tensor logits) {
+    upload(s, batch);
+    if (o_.record && !logits)
+        compute_recorded(s, dloss);
+    else
+        compute(s, dloss, logits);
     accumulate_ = true;
 }
 

@@ -21,6 +21,9 @@ public:
         Recompute recompute = Recompute::none;
         bool train = true;
         bool document_mask = false;  // batches carry first_key
+        // Forward and backward are recorded and replayed, where the device records and this rank
+        // holds whole sequences.
+        bool record = false;
     };
     Step(Kernels&, const ModelConfig&, const Family&, Parameters&, SeqParallel&, const Options&);
     ~Step();
@@ -47,6 +50,8 @@ public:
 private:
     Ctx context(Stream& s, bool recompute) const;
     void upload(Stream&, const Batch&);
+    void compute(Stream&, double dloss, Tensor logits);
+    void compute_recorded(Stream&, double dloss);
     void run_forward(Stream&);
     void attention_forward(Stream&, int64_t l);
     void run_head(Stream&, double dloss, bool backward, Tensor logits);
@@ -70,6 +75,11 @@ private:
     Event uploaded_;
     bool in_flight_ = false;
     bool accumulate_ = false;  // gradients of earlier micro-batches are there
+    struct Recorded {
+        double dloss = -1;
+        Recording recording;
+    };
+    Recorded recorded_[2];  // of a step's first micro-batch, and of the others
 };
 
 }  // namespace torus

@@ -58,7 +58,8 @@ Machine::Options training_options(const Config& c, const ModelConfig& model, Wor
             .sample_context = c.sample_every ? sample_context(c, model, 1) : 0,
             .mesh = &world.mesh(),
             .mode = world.choice().mode,
-            .all = world.size() > 1 ? &world.data() : nullptr};
+            .all = world.size() > 1 ? &world.data() : nullptr,
+            .record = c.cuda_graph};
 }
 
 Trainer::Trainer(const Config& c, World& world)

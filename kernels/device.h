@@ -22,6 +22,11 @@ struct Event {
     void* handle = nullptr;
 };
 
+// Work that was queued once and can be queued again; see Device::begin_recording.
+struct Recording {
+    void* handle = nullptr;
+};
+
 struct Device {
     virtual ~Device() = default;
     virtual std::string name() const = 0;     // "NVIDIA H200", "CPU (2 threads)"
@@ -45,6 +50,17 @@ struct Device {
     virtual void copy(Stream&, void* dst, const void* src, int64_t bytes) = 0;
     virtual void set_bytes(Stream&, void* dst, uint8_t value, int64_t bytes) = 0;
     virtual void synchronize(Stream&) = 0;  // throws on any error of the work queued before
+
+    // Where records() is true: what is queued on the stream from begin to end is kept instead of
+    // run, and each replay queues all of it with one launch. Addresses and arguments are those of
+    // the recording, the contents of memory those of the replay.
+    virtual bool records() const { return false; }
+    virtual void begin_recording(Stream&) { fail(Exit::internal, name(), " cannot record"); }
+    virtual Recording end_recording(Stream&) { fail(Exit::internal, name(), " cannot record"); }
+    virtual void replay(Stream&, const Recording&) {
+        fail(Exit::internal, name(), " cannot record");
+    }
+    virtual void destroy(Recording&) noexcept {}
 
     // For profilers (docs/profiling.md); without one they do nothing. A range names what the host
     // queues between push and pop, "layer 3" with a number; ranges nest. A profiler that waits to

@@ -28,6 +28,11 @@ public:
     void set_bytes(Stream&, void* dst, uint8_t value, int64_t bytes) override;
     void synchronize(Stream&) override;
     void synchronize(Event&) override;
+    bool records() const override { return true; }
+    void begin_recording(Stream&) override;
+    Recording end_recording(Stream&) override;
+    void replay(Stream&, const Recording&) override;
+    void destroy(Recording&) noexcept override;
     void push_range(const char* name, int64_t number) override;
     void pop_range() override;
     void start_profiler() override;

@@ -256,6 +256,33 @@ void CudaDevice::set_bytes(Stream& s, void* dst, uint8_t value, int64_t bytes) {
     }
 }
 
+// A recording is an instantiated CUDA graph.
+void CudaDevice::begin_recording(Stream& s) {
+    check(cudaStreamBeginCapture(handle(s), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+}
+
+Recording CudaDevice::end_recording(Stream& s) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t recording = nullptr;
+    check(cudaStreamEndCapture(handle(s), &graph), "cudaStreamEndCapture");
+    const cudaError_t error = cudaGraphInstantiate(&recording, graph, 0);
+    cudaGraphDestroy(graph);
+    check(error, "cudaGraphInstantiate");
+    return {recording};
+}
+
+void CudaDevice::replay(Stream& s, const Recording& recording) {
+    CHECK(recording.handle, ": no recording");
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(recording.handle), handle(s)),
+          "cudaGraphLaunch");
+}
+
+void CudaDevice::destroy(Recording& recording) noexcept {
+    if (recording.handle) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(recording.handle));
+    recording = {};
+}
+
 void CudaDevice::synchronize(Stream& s) {
     check(cudaStreamSynchronize(handle(s)), "a kernel or copy queued before");
 }

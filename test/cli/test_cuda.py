@@ -63,6 +63,17 @@ class Cuda(Cli):
                                    "--recompute", recompute)
                         self.assertEqual(self.results(name + recompute), want)
 
+    def test_cuda_graph(self):
+        """Recorded launches give the bits of launches one by one."""
+        for model in ["gpt2:d3x256", "llama:d3x256"]:
+            for extra in [[], ["--document-mask", "on"], ["--recompute", "full"],
+                          ["--dtype", "fp16"]]:
+                name = model[:4] + "".join(extra)
+                with self.subTest(name):
+                    self.train(model, name, STEPS, *extra)
+                    self.train(model, name + "_graph", STEPS, *extra, "--cuda-graph", "on")
+                    self.assertEqual(self.results(name), self.results(name + "_graph"))
+
     def test_tuned_matmul(self):
         tune = ["--tune-matmul", "choices.txt"]
         self.train("gpt2:d2x128", "one", STEPS, *tune)

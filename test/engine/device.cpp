@@ -17,6 +17,14 @@ struct WatchedDevice : CpuDevice {
         ranges += concat(name, number < 0 ? "" : concat(" ", number), "(");
     }
     void pop_range() override { ranges += ")"; }
+    bool records() const override { return true; }
+    void begin_recording(Stream&) override { ranges += "["; }
+    Recording end_recording(Stream&) override {
+        ranges += "]";
+        return {&ranges};
+    }
+    void replay(Stream&, const Recording& r) override { ranges += r.handle ? "replay" : "?"; }
+    void destroy(Recording& r) noexcept override { r = {}; }
     int64_t total_bytes() const override { return total; }
     int64_t free_bytes() const override { return free; }
     void* allocate(Memory memory, int64_t bytes) override {
@@ -35,9 +43,9 @@ struct WatchedKernels : CpuKernels<double> {
 };
 
 struct Watched {
-    explicit Watched(int64_t B) {
+    explicit Watched(int64_t B, bool record = false) {
         machine = std::make_unique<Machine>(kernels, model, family(model.family), settings,
-                                            Machine::Options{.B = B, .S = 16});
+                                            Machine::Options{.B = B, .S = 16, .record = record});
     }
     WatchedKernels kernels;
     ModelConfig model = tiny_config("llama");
@@ -77,6 +85,36 @@ TEST_CASE("the parts of a step are ranges that nest") {
     EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()backward(layer 1()layer 0())");
     ranges.clear();
     m.step->forward(m.stream(), b);
+    EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()");
+}
+
+TEST_CASE("a micro-batch is recorded the second time it is as before, then replayed") {
+    Watched t(2, true);
+    Machine& m = *t.machine;
+    m.allocate();
+    initialize(m.params, t.kernels, m.stream(), 7);
+    std::string& ranges = t.kernels.watched.ranges;
+    const Batch b = random_batch(t.model, 2, 16, 1);
+    const auto run = [&](double dloss) {
+        ranges.clear();
+        m.step->forward_backward(m.stream(), b, dloss);
+        return ranges;
+    };
+    const std::string queued = "forward(layer 0()layer 1())head()backward(layer 1()layer 0())";
+    for (const char* kind : {"first", "further"}) {  // of one step
+        CAPTURE(kind);
+        const auto again = [&](double dloss) {
+            if (kind[1] == 'i') m.step->begin(m.stream());
+            return run(dloss);
+        };
+        EXPECT_EQ(again(0.5), "data()" + queued);
+        EXPECT_EQ(again(0.5), "data()[" + queued + "]replay");
+        EXPECT_EQ(again(0.5), "data()replay");
+        EXPECT_EQ(again(0.25), "data()" + queued);  // another number of targets
+        EXPECT_EQ(again(0.25), "data()[" + queued + "]replay");
+    }
+    ranges.clear();
+    m.step->forward(m.stream(), b);  // evaluation is not recorded
     EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()");
 }
 
