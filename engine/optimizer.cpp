@@ -3,10 +3,9 @@
 
 namespace torus {
 
-Optimizer::Optimizer(Kernels& k, Parameters& params, const Config& c, Comm* all)
+Optimizer::Optimizer(Kernels& k, Parameters& params, const Config& c)
     : k_(k),
       params_(params),
-      all_(all),
       beta1_(c.beta1),
       beta2_(c.beta2),
       eps_(c.eps),
@@ -20,7 +19,6 @@ void Optimizer::bind(const Arena& arena) { sum_squares_ = arena["optimizer/sum_s
 
 void Optimizer::step(Stream& s, double lr) {
     Parameters& p = params_;
-    if (all_) all_->all_reduce(s, p.gradients);
     k_.sum_squares(s, sum_squares_, p.gradients, false);
     k_.grad_control(s, p.control, sum_squares_, grad_clip_, p.loss_scaling());
     for (const Component& c : p.components()) {

@@ -1,7 +1,6 @@
 // Optimizer: global gradient norm, clip, AdamW over the flat ranges. A step whose norm is not
 // finite changes nothing but the count of skipped steps. No host synchronisation.
 #pragma once
-#include "comm/comm.h"
 #include "engine/config.h"
 #include "engine/params.h"
 
@@ -9,17 +8,15 @@ namespace torus {
 
 class Optimizer {
 public:
-    // `all`: the ranks whose gradients add up; null = this one alone.
-    Optimizer(Kernels&, Parameters&, const Config&, Comm* all = nullptr);
+    Optimizer(Kernels&, Parameters&, const Config&);
     void plan(Layout&) const;  // owner "optimizer/"
     void bind(const Arena&);
-    // Sum over ranks, norm, unscale and clip, update at learning rate `lr`.
+    // Norm, unscale and clip, update at learning rate `lr`; the gradients are those of all ranks.
     void step(Stream&, double lr);
 
 private:
     Kernels& k_;
     Parameters& params_;
-    Comm* all_;
     double beta1_, beta2_, eps_, weight_decay_, grad_clip_;
     uint64_t seed_;       // of stochastic rounding
     Tensor sum_squares_;  // f64 (1)

@@ -50,12 +50,13 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
                                                     .recompute = o.recompute,
                                                     .train = o.train,
                                                     .document_mask = o.document_mask,
+                                                    .all = o.all,
                                                     .record = o.record});
         step->plan(device_, pinned_);
         dims = larger(larger(dims, step->workspace_dims()), seq_->workspace());
     }
     if (o.train) {
-        optimizer = std::make_unique<Optimizer>(k, params, config, o.all);
+        optimizer = std::make_unique<Optimizer>(k, params, config);
         optimizer->plan(device_);
     }
     if (o.logits) device_.add("verify/logits", k.precision().act, {o.B * o.S, model.V});

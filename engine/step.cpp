@@ -29,7 +29,8 @@ Step::Step(Kernels& k, const ModelConfig& model, const Family& family, Parameter
       placement_(seq.placement()),
       T_(tokens_of(placement_)),
       acts_(model, family, k.precision(), options.B, T_, options.recompute, options.train),
-      uploaded_(k.device().make_event()) {}
+      uploaded_(k.device().make_event()),
+      sum_(k, params, options.all) {}
 
 Step::~Step() {
     for (Recorded& r : recorded_) k_.device().destroy(r.recording);
@@ -192,20 +193,29 @@ void Step::run_backward(Stream& s) {
                           .dk = dx.k,
                           .dv = dx.v});
         family_.pre_backward(ctx, c.w, c.dw, a, acts_.x(l), acts_.dx());
+        add_up(s, c);
     }
     family_.embed_backward(ctx, params_.embed().dw, ids_.view({rows()}), acts_.dx());
+    add_up(s, params_.embed());  // last: a tied head adds to it too
 }
 
-void Step::begin(Stream& s) {
+void Step::begin(Stream& s, int64_t micro_batches) {
     k_.fill(s, loss_sum_, 0);
     accumulate_ = false;
+    micro_batches_ = micro_batches;
 }
 
 void Step::compute(Stream& s, double dloss, Tensor logits) {
     if (!accumulate_) params_.clear_sums(k_, s);
     run_forward(s);
     run_head(s, dloss, true, logits);
+    add_up(s, params_.head());
     run_backward(s);
+}
+
+// In a step's last micro-batch: this component is done.
+void Step::add_up(Stream& s, const Component& c) {
+    if (micro_batches_ == 1 && !o_.record) sum_.add(s, c);
 }
 
 // dloss is an argument of the recorded launches: a recording serves for as long as it stays the
@@ -235,6 +245,10 @@ void Step::forward_backward(Stream& s, const Batch& batch, double dloss, Tensor 
     else
         compute(s, dloss, logits);
     accumulate_ = true;
+    if (--micro_batches_ > 0) return;
+    if (o_.record)  // exchanges are not recorded
+        for (const Component& c : params_.components()) sum_.add(s, c);
+    sum_.finish(s);
 }
 
 void Step::forward(Stream& s, const Batch& batch) {

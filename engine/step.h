@@ -8,6 +8,7 @@
 #include "comm/seq.h"
 #include "data/data.h"
 #include "engine/activations.h"
+#include "engine/gradient_sum.h"
 #include "engine/params.h"
 
 namespace torus {
@@ -21,6 +22,7 @@ public:
         Recompute recompute = Recompute::none;
         bool train = true;
         bool document_mask = false;  // batches carry first_key
+        Comm* all = nullptr;         // the ranks whose gradients add up; null: this one alone
         // Forward and backward are recorded and replayed, where the device records and this rank
         // holds whole sequences.
         bool record = false;
@@ -35,12 +37,12 @@ public:
     void bind(const Arena& device, const Arena& pinned);
     void prepare(Stream&);  // after bind: builds the RoPE table
 
-    // Starts an optimizer step or an evaluation: loss_sum() is 0, and the next forward_backward
-    // starts the gradients anew.
-    void begin(Stream&);
+    // Starts an optimizer step of so many micro-batches, or an evaluation: loss_sum() is 0, and the
+    // next forward_backward starts the gradients anew.
+    void begin(Stream&, int64_t micro_batches = 1);
     // Adds d(dloss * sum of token losses)/d(weights), times the parameters' loss scale, to the
-    // gradients, and the sum of token losses to loss_sum(). `logits`, (N,V) act, is written when
-    // given.
+    // gradients, and the sum of token losses to loss_sum(); the last micro-batch leaves the
+    // gradients as their sum over all ranks. `logits`, (N,V) act, is written when given.
     void forward_backward(Stream&, const Batch&, double dloss, Tensor logits = {});
     // Adds the sum of token losses to loss_sum().
     void forward(Stream&, const Batch&);
@@ -51,6 +53,7 @@ private:
     Ctx context(Stream& s, bool recompute) const;
     void upload(Stream&, const Batch&);
     void compute(Stream&, double dloss, Tensor logits);
+    void add_up(Stream&, const Component&);
     void compute_recorded(Stream&, double dloss);
     void run_forward(Stream&);
     void attention_forward(Stream&, int64_t l);
@@ -74,7 +77,9 @@ private:
     Tensor rope_, losses_, loss_sum_;
     Event uploaded_;
     bool in_flight_ = false;
-    bool accumulate_ = false;  // gradients of earlier micro-batches are there
+    bool accumulate_ = false;    // gradients of earlier micro-batches are there
+    int64_t micro_batches_ = 1;  // of this step, not done yet
+    GradientSum sum_;
     struct Recorded {
         double dloss = -1;
         Recording recording;

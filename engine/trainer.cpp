@@ -177,7 +177,7 @@ void Trainer::train_step(int64_t step) {
     k.device().record(begin_[step % 2], s);
     const int64_t valid = read_batches();
     const double lr = learning_rate(c_, step);
-    m.step->begin(s);
+    m.step->begin(s, int64_t(batches_.size()));
     for (const Batch& b : batches_) m.step->forward_backward(s, b, valid ? 1 / double(valid) : 0);
     world_.data().all_reduce(s, m.step->loss_sum());
     if (valid) {  // nothing is learnt from no targets

@@ -235,10 +235,23 @@ valid ? 1 / double(valid) : 0);
 ----
 valid ? 1 / double(valid) / world_.size() : 0);
 END
-fault 'training: a norm weight not summed' engine/optimizer.cpp test_engine "$training" <<'END'
-if (all_) all_->all_reduce(s, p.gradients);
+fault 'training: a norm weight not summed' engine/gradient_sum.cpp test_engine "$training" <<'END'
+params_.gradients.rows(c.begin, c.end - c.begin)
 ----
-if (all_) all_->all_reduce(s, p.gradients.slice(0, 0, p.gradients.numel() - 128));
+params_.gradients.rows(c.begin, c.decay_end - c.begin)
+END
+fault 'training: a component summed too early' engine/step.cpp test_engine "$training" <<'END'
+    if (micro_batches_ == 1 && !o_.record) sum_.add(s, c);
+----
+    if (!o_.record) sum_.add(s, c);
+END
+fault 'training: the embedding summed before its gradient' engine/step.cpp test_engine "$training" <<'END'
+    add_up(s, params_.head());
+    run_backward(s);
+----
+    add_up(s, params_.head());
+    add_up(s, params_.embed());
+    run_backward(s);
 END
 fault 'training: the loss of one rank' engine/trainer.cpp train_gpt 'Ranks.test_every_mode' <<'END'
     world_.data().all_reduce(s, m.step->loss_sum());

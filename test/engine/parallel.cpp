@@ -61,18 +61,16 @@ Outcome train(World& world, const ModelConfig& model, const Case& l, const Batch
     Machine& m = *t.machine;
     Outcome out;
     for (int step = 0; step < steps; ++step) {
-        m.step->begin(m.stream());
+        m.step->begin(m.stream(), l.accumulate);
         for (int64_t a = 0; a < l.accumulate; ++a)
             m.step->forward_backward(m.stream(),
                                      rows_of(whole, (a * world.dp() + world.dp_rank()) * B, B),
                                      1 / double(whole.valid));
         world.data().all_reduce(m.stream(), m.step->loss_sum());
         out.losses.push_back(read_f64(m, m.step->loss_sum()) / double(whole.valid));
-        if (step == 0) {  // a copy: the optimizer sums them again
-            std::vector<double> g(t.params().gradients.as<double>(),
-                                  t.params().gradients.as<double>() + t.params().elements());
-            world.data().all_reduce(m.stream(), Tensor(g.data(), DType::f64, {int64_t(g.size())}));
-            out.gradients = g;
+        if (step == 0) {
+            out.gradients.assign(t.params().gradients.as<double>(),
+                                 t.params().gradients.as<double>() + t.params().elements());
         }
         m.optimizer->step(m.stream(), 1e-2);
     }

@@ -293,8 +293,14 @@ TEST_CASE("replicas stay the same bits with moments in bf16") {
         c.moments = "bf16";
         Training t(*k, tiny_config("llama"), c, &comm);
         const int rank = comm.rank();
-        // An infinite gradient of one rank is skipped by both.
-        for (int64_t i = 0; i < 6; ++i) t.step(i, i == 3 && rank == 1, uint64_t(rank));
+        // A weight of one rank that has gone astray gives gradients that both skip.
+        const Tensor weight = t.machine.params.weights.rows(7, 1);
+        for (int64_t i = 0; i < 6; ++i) {
+            const float before = *weight.as<float>();
+            if (i == 3 && rank == 1) *weight.as<float>() = INFINITY;
+            t.step(i, false, uint64_t(rank));
+            if (i == 3) *weight.as<float>() = before;
+        }
         EXPECT_EQ(t.control(Control::skipped), 1);
         states[size_t(rank)] = t.state();
     });
