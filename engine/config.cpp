@@ -161,6 +161,8 @@ void check_device(const Config& c) {
             "--dtype: ", c.dtype, " runs on a GPU only; give --device cuda, or fp32 or fp64");
     require(c.device != "cpu" || c.tune_matmul.empty(), Exit::usage,
             "--tune-matmul: is for the GPU; leave it out with --device cpu");
+    require(c.device != "cpu" || c.deterministic, Exit::usage,
+            "--deterministic: the CPU always is; leave it out with --device cpu");
     require(c.device != "cpu" || !c.cuda_graph, Exit::usage,
             "--cuda-graph: is for the GPU; leave it out with --device cpu");
     require(c.device != "cuda" || !c.plain_matmul, Exit::usage,

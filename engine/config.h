@@ -50,7 +50,8 @@ struct Config {
     std::string tune_matmul;           // GPU: file of timed matmul choices; empty = none
     int threads = 0;                   // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
-    bool cuda_graph = false;  // forward and backward as one launch each
+    bool deterministic = true;  // off: attention may add in any order
+    bool cuda_graph = false;    // forward and backward as one launch each
     AttentionKernels attention = AttentionKernels::flash;
     bool plan = false;  // print the memory plan and stop
 

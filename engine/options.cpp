@@ -124,6 +124,10 @@ std::vector<Option> machine_options() {
         {"attention", g, "NAME",
          "on a GPU: flash (ours); cudnn: NVIDIA's, to compare; last bits then differ between runs",
          &C::attention, {0, 0}, {"flash", "cudnn"}},
+        {"deterministic", g, "on|off",
+         "on a GPU: off adds up attention's gradients in any order, which is faster; last bits then "
+         "differ between runs",
+         &C::deterministic, {0, 0}, off_on},
         {"cuda-graph", g, "on|off",
          "on a GPU: launch forward and backward as one CUDA graph; for small steps",
          &C::cuda_graph, {0, 0}, off_on},

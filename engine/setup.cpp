@@ -142,6 +142,7 @@ Setup make_setup(const Config& c, int gpu) {
     else
         s.kernels = make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
     if (cudnn) use_cudnn_attention(*s.kernels);
+    if (!c.deterministic) s.kernels->allow_any_order();
     s.summary =
         concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ", s.model.L,
                ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ", s.model.V, "), ",

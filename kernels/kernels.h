@@ -121,6 +121,9 @@ struct Kernels {
     // where there is nothing to choose, Error(bad_data) for a broken file, Error(io) when it cannot
     // be written.
     virtual void tune_matmul(const std::string& file);
+    // Lets ops add in an order that changes from run to run where that is faster: the last bits of
+    // attention's dq then change too. Nothing on the CPU.
+    virtual void allow_any_order() {}
 
     // --- moving and filling ---------------------------------------------------------------------
     virtual void fill(Stream&, Tensor x, double value) = 0;  // any float type or i32

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What this machine's GPU does, in one run: each op's share of the measured ceilings, attention, and
 # whole training steps on random tokens, beside PyTorch on the same shapes when it is installed.
-#   scripts/bench.sh [--build DIR] [--steps N] [--no-torch] [ops] [attention] [training] [MODEL:BxT[:RECOMPUTE] ...]
-# Without a part named, all three. A model such as gpt2:124M:64x1024 or gpt3:1.3B:1x65536:attention_out
-# replaces the table of training shapes. PyTorch checkpoints whole blocks where RECOMPUTE is given.
+#   scripts/bench.sh [--build DIR] [--steps N] [--no-torch] [ops] [attention] [training]
+#                    [MODEL:BxT[:RECOMPUTE[:FLAG=VALUE]] ...]
+# Without a part named, all three. A model such as gpt2:124M:64x1024, gpt3:1.3B:1x65536:attention_out or
+# llama2:7b:2x4096:none:moments=bf16 replaces the table of training shapes. PyTorch keeps fp32 weights and
+# moments, and checkpoints whole blocks where RECOMPUTE is given.
 # Rates of one run are comparable, those of two runs differ by a few per cent: quote ratios.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +20,7 @@ while [ $# -gt 0 ]; do
         --no-torch) torch=no ;;
         ops | attention | training) parts+=("$1") ;;
         *:*:*x*) shapes+=("$1") ;;
-        -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *) echo "error: unknown argument '$1'; see --help" >&2; exit 64 ;;
     esac
     shift
@@ -26,7 +28,8 @@ done
 [[ "$steps" =~ ^[0-9]+$ ]] && [ "$steps" -gt 8 ] || { echo "error: --steps $steps: give 9 or more, the first eight are not counted" >&2; exit 64; }
 [ ${#parts[@]} = 0 ] && { [ ${#shapes[@]} = 0 ] && parts=(ops attention training) || parts=(training); }
 [ ${#shapes[@]} = 0 ] && shapes=(gpt2:124M:64x1024 gpt2:774M:16x1024 gpt2:1558M:16x1024
-    qwen2.5:1.5b:32x1024 gpt2:124M:2x32768:attention_out gpt3:1.3B:1x65536:attention_out)
+    qwen2.5:1.5b:32x1024 llama2:7b:2x4096:none:moments=bf16
+    gpt2:124M:2x32768:attention_out gpt3:1.3B:1x65536:attention_out)
 bin=$build/bin
 [ -x "$bin/train_gpt" ] || { echo "error: $bin/train_gpt is not there; build with: cmake --preset cuda && cmake --build --preset cuda" >&2; exit 66; }
 command -v nvidia-smi >/dev/null || { echo "error: no NVIDIA driver on this machine (nvidia-smi is not there)" >&2; exit 71; }
@@ -59,12 +62,13 @@ PYTHON
     printf '%-14s %9s %-14s %10s %6s %8s %12s %6s\n' model 'B x T' recompute tok/s MFU GiB torch ratio
     local shape
     for shape in "${shapes[@]}"; do
-        local model batch recompute
-        IFS=: read -r family size batch recompute <<<"$shape"
+        local family size model batch recompute flag
+        IFS=: read -r family size batch recompute flag <<<"$shape"
         model=$family:$size recompute=${recompute:-none}
         local arguments=(--model "$model" --data "$temporary/tokens.bin" --device cuda --steps "$steps"
             --micro-batch-size "${batch%x*}" --seq-length "${batch#*x}" --recompute "$recompute"
             --tune-matmul "$temporary/choices.txt" --log-dir "$temporary/$shape")
+        [ -z "$flag" ] || arguments+=("--${flag%%=*}" "${flag#*=}")
         "$bin/train_gpt" "${arguments[@]}" >"$temporary/out" 2>&1 || { tail -1 "$temporary/out"; continue; }
         read -r rate mfu gib <<<"$(median "$temporary/$shape/log.jsonl")"
         local theirs=- ratio=-
@@ -85,7 +89,7 @@ for part in "${parts[@]}"; do
     echo "== $part"
     case $part in
         ops) "$bin/bench_cuda_ops" ;;
-        attention) "$bin/bench_attention" time ;;
+        attention) "$bin/bench_attention" ;;
         training) training ;;
     esac
 done

@@ -216,7 +216,7 @@ void CudaKernels::attention_backward(Stream& stream, const AttnGrad& a) {
         const Range range(name);
         const int64_t bytes = flash::backward_workspace_bytes(s.B, s.H, s.Hk, s.Tq, s.Tk, s.D);
         flash::backward(static_cast<cudaStream_t>(stream.handle), a, workspace(stream, bytes, name),
-                        /*deterministic=*/true);
+                        deterministic_);
     } else if (precision_.act == DType::f32) {
         attention_backward_fp32(stream, a, s);
     } else {

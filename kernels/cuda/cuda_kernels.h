@@ -55,6 +55,7 @@ public:
     const Precision& precision() const override { return precision_; }
     int64_t workspace_bytes(const WorkspaceDims&) const override;
     void tune_matmul(const std::string& file) override;
+    void allow_any_order() override { deterministic_ = false; }
     void use_cudnn_attention();  // see cudnn_attention.h
     // False: mma.sync attention on Hopper too, so that tests can check it there.
     void use_hopper_attention(bool on) { hopper_attention_ = on; }
@@ -119,6 +120,7 @@ private:
     std::unique_ptr<Matmul> matmul_;
     std::shared_ptr<CudnnAttention> cudnn_;  // null: our own attention
     bool hopper_attention_ = true;
+    bool deterministic_ = true;
 };
 
 // Bytes of Stream::workspace that each family needs; workspace_bytes takes the largest.

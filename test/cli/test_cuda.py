@@ -63,6 +63,12 @@ class Cuda(Cli):
                                    "--recompute", recompute)
                         self.assertEqual(self.results(name + recompute), want)
 
+    def test_any_order(self):
+        self.train("llama:d3x256", "fixed", STEPS)
+        self.train("llama:d3x256", "any", STEPS, "--deterministic", "off")
+        for a, b in zip(self.results("fixed")[1], self.results("any")[1]):
+            self.assertLess(abs(a[1] - b[1]), 0.02 * a[1])
+
     def test_cuda_graph(self):
         """Recorded launches give the bits of launches one by one."""
         for model in ["gpt2:d3x256", "llama:d3x256"]:

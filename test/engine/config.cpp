@@ -308,6 +308,7 @@ TEST_CASE("config: relations between values") {
     usage({"--device", "cuda", "--plain-matmul"}, "--plain-matmul");
     usage({"--device", "cpu", "--tune-matmul", "file"}, "--tune-matmul");
     usage({"--device", "cpu", "--cuda-graph", "on"}, "--cuda-graph");
+    usage({"--device", "cpu", "--deterministic", "off"}, "--deterministic");
     for (const char* range : {"0:1", "2:1", "1:11", "a:b", "1", "1:", ":2", "1:2:3", "1.0:2", "1-2",
                               "-1:2", " 1:2", "1:99999999999999999999"})
         usage({"--steps", "10", "--profile-steps", range}, "give A:B with 1 <= A <= B <= 10");
