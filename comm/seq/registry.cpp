@@ -71,21 +71,24 @@ void require_degree(const char* flag, int value) {
     require(value >= 0, Exit::usage, flag, " ", value, ": must be 1 or more");
 }
 
-// The largest Ulysses degree that divides sp, fits a machine, and cuts no kv head.
-int best_ulysses(int sp, const AttnDims& d, int ranks_per_machine) {
+int ranks_on_machine(const ParallelRequest& ask) {
+    return std::min(ask.ranks_per_machine, ask.world);
+}
+
+// The largest Ulysses degree that divides sp, stays within a machine, and cuts no kv head.
+int best_ulysses(const ParallelRequest& ask, int sp, const AttnDims& d) {
     int best = 1;
-    for (int u = 1; u <= std::min(sp, ranks_per_machine); ++u)
-        if (sp % u == 0 && d.Hk % u == 0 && ranks_per_machine % u == 0) best = u;
+    for (int u = 1; u <= sp; ++u)
+        if (sp % u == 0 && d.Hk % u == 0 && ranks_on_machine(ask) % u == 0) best = u;
     return best;
 }
 
-// On one GPU step of a ring, computing takes as long as the transfer at about this many tokens per
-// rank (multi-head attention, 500 TFLOP/s against 300 GB/s); grouped heads send less.
-constexpr int64_t tokens_that_hide_a_transfer = 4096;
 // A sequence up to this long is left whole unless --sp says otherwise.
 constexpr int64_t tokens_of_one_rank = 32768;
 
-// --parallel-mode auto.
+// --parallel-mode auto. Measured on two GPUs of one machine (docs/performance.md): ulysses 1.88
+// times one GPU, dist_flash 1.81, zigzag_ring 1.80, ring 1.23. Between machines a ring's transfers
+// hide behind attention, an all-to-all's do not.
 void choose_mode(const ParallelRequest& ask, const AttnDims& d, int sp, ParallelChoice& out) {
     if (ask.ulysses > 1 && (ask.ring > 1 || sp > ask.ulysses)) {
         out.mode = "usp";
@@ -99,18 +102,18 @@ void choose_mode(const ParallelRequest& ask, const AttnDims& d, int sp, Parallel
     } else if (sp == 1) {
         out.mode = "data_parallel";
         out.reason = concat(d.S, " tokens are left whole");
-    } else if (sp > ask.ranks_per_machine && best_ulysses(sp, d, ask.ranks_per_machine) > 1) {
+    } else if (const int u = best_ulysses(ask, sp, d); u == sp) {
+        out.mode = "ulysses";
+        out.reason = concat("measured fastest within a machine, and ", sp, " ranks divide ", d.Hk,
+                            " kv heads");
+    } else if (const bool one_machine = ranks_on_machine(ask) % sp == 0; !one_machine && u > 1) {
         out.mode = "usp";
         out.reason = "all-to-all within a machine, ring between machines";
-    } else if (d.S / sp * d.H / d.Hk >= tokens_that_hide_a_transfer) {
-        out.mode = "zigzag_ring";
-        out.reason = concat(d.S / sp, " tokens per rank hide the transfers");
-    } else if (d.H % sp == 0 && d.Hk % sp == 0) {
-        out.mode = "ulysses";
-        out.reason = concat(d.S / sp, " tokens per rank are too few to hide a ring's transfers");
     } else {
         out.mode = "zigzag_ring";
-        out.reason = concat(sp, " ranks do not divide ", d.Hk, " kv heads");
+        out.reason = one_machine
+                         ? concat(sp, " ranks do not divide ", d.Hk, " kv heads")
+                         : concat("no group of ranks of a machine divides ", d.Hk, " kv heads");
     }
 }
 
@@ -179,7 +182,7 @@ ParallelChoice choose_parallel(const ParallelRequest& ask, const AttnDims& d) {
     if (mode.ulysses)
         ulysses = ask.ulysses ? ask.ulysses
                   : ask.ring  ? std::max(1, sp / ask.ring)
-                  : mode.ring ? best_ulysses(sp, d, ask.ranks_per_machine)
+                  : mode.ring ? best_ulysses(ask, sp, d)
                               : sp;
     require(sp % ulysses == 0, Exit::usage, "--ulysses ", ulysses, ": does not divide --sp ", sp,
             "; nearest: ", nearest_divisors(sp, ulysses));

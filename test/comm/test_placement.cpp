@@ -200,13 +200,30 @@ TEST_CASE("choice of mode and degrees") {
     EXPECT_EQ(choose("usp", 6, 0, 0, 0).shape.str(), "dp 1 x ring 3 x ulysses 2");
     EXPECT_EQ(choose("data_parallel", 8, 0, 0, 0).shape.str(), "dp 8 x ring 1 x ulysses 1");
     EXPECT_EQ(choose("auto", 1, 0, 0, 0).mode, "data_parallel");
-    EXPECT_EQ(choose("auto", 8, 0, 0, 0).shape.str(), "dp 4 x ring 2 x ulysses 1");
-    EXPECT_EQ(choose("auto", 8, 8, 0, 0).mode, "zigzag_ring");
-    EXPECT_EQ(choose("auto", 16, 16, 0, 0, 8).shape.str(), "dp 1 x ring 4 x ulysses 4");
     EXPECT_EQ(choose("auto", 8, 0, 2, 4).mode, "usp");
-    EXPECT_EQ(choose_parallel({.mode = "auto", .world = 4, .sp = 4}, {1, 1024, 16, 16, 64}).mode,
-              "ulysses");
-    EXPECT(choose("auto", 8, 0, 0, 0).reason.find("zigzag_ring on dp 4") == 0);
+
+    // auto: ulysses within a machine when no kv head is cut, else zigzag_ring; usp across machines.
+    const auto automatic = [&](int sp, int per_machine, int64_t Hk) {
+        const AttnDims dims{1, 65536, 24, Hk, 64};
+        return choose_parallel(
+                   {.mode = "auto", .world = 24, .sp = sp, .ranks_per_machine = per_machine}, dims)
+            .reason;
+    };
+    const auto starts = [](const std::string& reason, const std::string& with) {
+        CAPTURE(reason);
+        EXPECT(reason.rfind(with, 0) == 0);
+    };
+    starts(choose("auto", 8, 0, 0, 0).reason, "ulysses on dp 4 x ring 1 x ulysses 2: measured");
+    starts(automatic(4, 8, 4), "ulysses on dp 6 x ring 1 x ulysses 4: measured");
+    starts(automatic(3, 1 << 30, 6), "ulysses on dp 8 x ring 1 x ulysses 3: measured");
+    starts(automatic(8, 8, 4), "zigzag_ring on dp 3 x ring 8 x ulysses 1: 8 ranks do not divide 4");
+    starts(automatic(8, 8, 1), "zigzag_ring on dp 3 x ring 8 x ulysses 1: 8 ranks do not divide 1");
+    starts(automatic(24, 8, 4), "usp on dp 1 x ring 6 x ulysses 4: all-to-all within");
+    starts(automatic(24, 8, 24), "usp on dp 1 x ring 3 x ulysses 8: all-to-all within");
+    // Six ranks a machine: every other group of four lies on two machines.
+    starts(automatic(4, 6, 4), "usp on dp 6 x ring 2 x ulysses 2: all-to-all within");
+    starts(automatic(24, 8, 1), "zigzag_ring on dp 1 x ring 24 x ulysses 1: no group of ranks");
+    starts(automatic(24, 1, 24), "zigzag_ring on dp 1 x ring 24 x ulysses 1: no group of ranks");
 
     const auto message = [&](const ParallelRequest& ask, const AttnDims& dims) {
         try {
