@@ -179,6 +179,15 @@ void check_profile(const Config& c) {
             "it out with --generate and --verify");
 }
 
+void check_verify_sp(const Config& c) {
+    require(!c.verify_sp || (c.generate.empty() && c.verify.empty()), Exit::usage,
+            "--verify-sp: is a check before training; leave it out with --generate and --verify");
+    require(
+        !c.verify_sp || c.ranks != 1, Exit::usage,
+        "--verify-sp: compares ranks with one alone, and --ranks is 1; give --ranks N or leave ",
+        "it out");
+}
+
 // What can be said without a device; setup.cpp knows the rest. Named as the flag to change.
 void check_attention(const Config& c) {
     if (c.attention == AttentionKernels::flash) return;
@@ -221,6 +230,7 @@ void check_relations(const Config& c) {
     check_device(c);
     check_profile(c);
     check_attention(c);
+    check_verify_sp(c);
     run_loss_scale(c, DType::f32);
     const int modes = int(c.plan) + int(!c.generate.empty()) + int(!c.verify.empty());
     require(modes <= 1, Exit::usage,

@@ -53,7 +53,8 @@ struct Config {
     bool deterministic = true;  // off: attention may add in any order
     bool cuda_graph = false;    // forward and backward as one launch each
     AttentionKernels attention = AttentionKernels::flash;
-    bool plan = false;  // print the memory plan and stop
+    bool plan = false;       // print the memory plan and stop
+    bool verify_sp = false;  // compare the ranks with one alone before training
 
     // output
     std::string save_dir;    // empty = no checkpoints

@@ -93,6 +93,14 @@ DType resolve_dtype(const Config& c, const std::string& device) {
          cuda ? "bf16, fp16 or fp32" : "fp32 or fp64");
 }
 
+std::unique_ptr<Kernels> make_backend(const Config& c, DType dtype, bool cuda, int gpu) {
+    if (!cuda) return make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
+    auto kernels = c.plan ? make_cuda_planner(dtype) : make_cuda_kernels(dtype, gpu);
+    if (c.attention == AttentionKernels::cudnn) use_cudnn_attention(*kernels);
+    if (!c.deterministic) kernels->allow_any_order();
+    return kernels;
+}
+
 Setup make_setup(const Config& c, int gpu) {
     Setup s;
     const std::string device = resolve_device(c);
@@ -128,8 +136,7 @@ Setup make_setup(const Config& c, int gpu) {
             c.seq_length, ": ", c.model, " has ", s.model.max_T,
             " learned positions; use at most that many");
 
-    const bool cudnn = c.attention == AttentionKernels::cudnn;
-    if (cudnn) {
+    if (c.attention == AttentionKernels::cudnn) {
         require(s.cuda, Exit::usage, "--attention: cudnn needs a GPU; ", cuda_unavailable_reason());
         const std::string reason = cudnn_attention_refusal(c.seq_length, s.model.D);
         require(reason.empty(), Exit::usage, "--attention: ", reason);
@@ -137,12 +144,7 @@ Setup make_setup(const Config& c, int gpu) {
 #ifdef _OPENMP
     if (c.threads > 0) omp_set_num_threads(c.threads);
 #endif
-    if (s.cuda)
-        s.kernels = c.plan ? make_cuda_planner(dtype) : make_cuda_kernels(dtype, gpu);
-    else
-        s.kernels = make_cpu_kernels(dtype, {.plain_matmul = c.plain_matmul});
-    if (cudnn) use_cudnn_attention(*s.kernels);
-    if (!c.deterministic) s.kernels->allow_any_order();
+    s.kernels = make_backend(c, dtype, s.cuda, gpu);
     s.summary =
         concat(c.model, ", ", millions(parameter_count(s.model)), " parameters (L ", s.model.L,
                ", C ", s.model.C, ", H ", s.model.H, "/", s.model.Hk, ", V ", s.model.V, "), ",

@@ -24,6 +24,9 @@ struct Setup {
 // `gpu`: which GPU of this machine, for --device cuda.
 Setup make_setup(const Config&, int gpu);
 
+// Another backend as the run's own, with memory counted apart.
+std::unique_ptr<Kernels> make_backend(const Config&, DType, bool cuda, int gpu);
+
 // "cuda" or "cpu"
 std::string resolve_device(const Config&);
 DType resolve_dtype(const Config&, const std::string& device);

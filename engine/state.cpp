@@ -52,6 +52,13 @@ CheckpointFiles checkpoint_files(Machine& m, const ModelConfig& model,
     return files;
 }
 
+void start_weights(Machine& m, const Setup& setup, uint64_t seed) {
+    if (setup.weights)
+        load_weights(m.params, m.kernels(), m.stream(), *setup.weights);
+    else
+        initialize(m.params, m.kernels(), m.stream(), seed);
+}
+
 void load_checkpoint(Machine& m, const std::string& dir) {
     load_weights(m.params, m.kernels(), m.stream(), *open_safetensors(dir + "/model.safetensors"));
     load_optimizer(m.params, m.kernels(), m.stream(),

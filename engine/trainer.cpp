@@ -7,6 +7,7 @@
 #include "engine/schedule.h"
 #include "engine/state.h"
 #include "engine/stop_signal.h"
+#include "engine/verify_sp.h"
 
 namespace torus {
 namespace {
@@ -85,6 +86,7 @@ Trainer::Trainer(const Config& c, World& world)
                  {"the data", loader_->fingerprint()},
                  {"the configuration", to_toml(c)}});
     batches_.resize(size_t(micro_batches(c, world)));
+    if (c.verify_sp) verify_sp(c, setup_, world);
     open_store();
     machine_ = std::make_unique<Machine>(*setup_.kernels, m, *setup_.family, c,
                                          training_options(c, m, world));
@@ -134,11 +136,7 @@ void Trainer::resume_or_start() {
             "--resume must: ", c_.save_dir,
             " holds no checkpoint; use --resume auto to start anew");
     if (found.empty()) {
-        if (setup_.weights) {
-            load_weights(m.params, m.kernels(), m.stream(), *setup_.weights);
-        } else {
-            initialize(m.params, m.kernels(), m.stream(), c_.seed);
-        }
+        start_weights(m, setup_, c_.seed);
         setup_.weights.reset();
         return;
     }

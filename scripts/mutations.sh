@@ -258,6 +258,22 @@ fault 'training: the loss of one rank' engine/trainer.cpp train_gpt 'Ranks.test_
 ----
 END
 
+fault 'verify-sp: the loss alone decides' engine/verify_sp.cpp test_engine 'verify-sp*' <<'END'
+failed = !(loss <= bound && norm <= bound && worst <= bound);
+----
+failed = !(loss <= bound);
+END
+fault 'verify-sp: tensors are not looked at' engine/verify_sp.cpp test_engine 'verify-sp*' <<'END'
+        if (!(d <= worst)) worst = d, at = i;
+----
+        if (i == 0) worst = d, at = i;
+END
+fault 'verify-sp: half of the batch alone' engine/verify_sp.cpp test_engine 'verify-sp*' <<'END'
+run_step(*kernels, c, setup, o, batches, 0, 1);
+----
+run_step(*kernels, c, setup, o, batches, 0, 2);
+END
+
 fault 'optimizer: a skip keeps the loss scale' kernels/cpu/adamw.cpp test_engine 'an infinite gradient*' <<'END'
         if (rule.window > 0) scale = std::max(rule.lowest, scale / 2);
 ----

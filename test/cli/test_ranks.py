@@ -52,6 +52,32 @@ class Ranks(Cli):
         self.succeed(*self.arguments(3, "--log-dir", "two", "--save-dir", "run"))
         self.assert_close(self.losses("one"), self.losses("two"))
 
+    def test_verify_sp_changes_no_bit(self):
+        for mode in ["data_parallel", "zigzag_ring"]:
+            with self.subTest(mode=mode):
+                run = self.arguments(2, "--parallel-mode", mode, "--log-dir")
+                self.succeed(*run, mode)
+                checked = self.succeed(*run, mode + "_checked", "--verify-sp")
+                lines = [l for l in checked.stdout.splitlines() if l.startswith("--verify-sp: ")]
+                self.assertEqual(len(lines), 1, checked.stdout)
+                # 6 micro-batches of each rank, or 12: two are enough. 40 tokens divide by 2 x 2 ranks.
+                sizes = "4 micro-batches of 2 x 40" if mode == "data_parallel" else \
+                    "2 micro-batches of 2 x 39"
+                for word in [mode + " on dp", sizes, "fp64", "allowed 1e-10"]:
+                    self.assertIn(word, lines[0])
+                self.assertEqual(self.losses(mode), self.losses(mode + "_checked"))
+
+    def test_verify_sp_before_a_resume(self):
+        run = self.arguments(2, "--parallel-mode", "ulysses", "--log-dir", "a", "--save-dir", "run")
+        half = list(run)
+        half[half.index("--steps") + 1] = 3
+        self.succeed(*half, "--verify-sp")
+        result = self.succeed(*run, "--verify-sp")
+        self.assertIn("--verify-sp: ulysses on dp 1", result.stdout)
+        self.assertIn("resumed from", result.stdout)
+        self.succeed(*self.arguments(2, "--parallel-mode", "ulysses", "--log-dir", "b"))
+        self.assertEqual(self.losses("a"), self.losses("b"))
+
     def one_line(self, code, words, *args):
         result = self.run_program(*args)
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
@@ -62,6 +88,8 @@ class Ranks(Cli):
 
     def test_what_cannot_work(self):
         self.one_line(64, ["--sp", "3"], *self.arguments(2, "--sp", 3))
+        self.one_line(64, ["--verify-sp", "--ranks"], *self.arguments(1, "--verify-sp"))
+        self.one_line(64, ["--verify-sp", "--ranks"], *self.arguments(0, "--verify-sp"))
         self.one_line(64, ["--global-batch-tokens"],
                       *self.arguments(5, "--parallel-mode", "data_parallel"))
         self.one_line(66, ["nothing.txt"], *self.arguments(2)[:2], "--data", "nothing.txt",

@@ -328,6 +328,9 @@ TEST_CASE("config: relations between values") {
         usage(args, with[0]);
     }
     usage({"--plan", "--verify", "x"}, "give one of them");
+    usage({"--verify-sp", "--verify", "x"}, "--verify-sp: is a check before training");
+    usage({"--verify-sp", "--generate", "x"}, "--verify-sp: is a check before training");
+    usage({"--verify-sp", "--ranks", "1"}, "--verify-sp: compares ranks");
     usage(
         {"--lr-schedule", "wsd", "--steps", "10", "--warmup-steps", "6", "--decay-fraction", "0.5"},
         "overlap");
