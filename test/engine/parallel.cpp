@@ -1,10 +1,15 @@
-// The whole step on several ranks equals one rank in fp64: loss, every gradient, and ten AdamW
-// steps, in every registered sequence mode, with data parallelism, accumulation, ignored targets
-// and packed documents. Ranks are threads of this process.
+// The whole step on several ranks equals one rank in fp64: loss, every gradient, and AdamW steps,
+// in every registered sequence mode, over ranks, heads, lengths, batch and masks, with data
+// parallelism and accumulation. Ranks are threads of this process. A selection by default; the
+// whole grid with
+// --no-skip.
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <set>
 
 #include "test/comm/ranks.h"
+#include "test/comm/seq_case.h"
 #include "test/engine/tiny.h"
 
 using namespace torus;
@@ -12,13 +17,34 @@ using namespace torus::test;
 
 namespace {
 
+enum class Mask : uint8_t {
+    full,         // every target counts
+    one_target,   // of the whole step
+    empty_shard,  // none that the last rank holds in any mode
+    documents,    // they end at 0, at S-1 and at the edges of shards
+    scattered,    // documents anywhere; a sequence and the later half of the others do not count
+};
+constexpr Mask grid_masks[] = {Mask::full, Mask::one_target, Mask::empty_shard, Mask::documents};
+constexpr std::pair<int64_t, int64_t> grid_heads[] = {{4, 4}, {8, 2}, {6, 3}, {7, 1}, {12, 3}};
+constexpr int grid_ranks[] = {1, 2, 3, 4, 8};
+
+std::set<int64_t> lengths_for(int P) { return {1, std::max(1, P - 1), P, P + 1, 2 * P + 1, 97}; }
+
+ModelConfig model_with(int64_t H, int64_t Hk) {
+    ModelConfig m = tiny_config(H == Hk ? "gpt2" : "llama");
+    m.H = H, m.Hk = Hk, m.D = 2, m.C = H * m.D, m.F = H == Hk ? 4 * m.C : 20;
+    m.max_T = 2999;
+    return m;
+}
+
 struct Case {
     std::string mode;
-    int world;  // ranks
-    int sp;     // of them, ranks that share a sequence
-    int64_t S;
-    BatchOptions batch;
+    MeshShape shape;
+    int64_t B = 1;  // sequences of a micro-batch
     int accumulate = 1;
+    int steps = 10;
+
+    int64_t sequences() const { return B * shape.dp * accumulate; }
 };
 
 struct Outcome {
@@ -26,9 +52,6 @@ struct Outcome {
     std::vector<double> gradients;  // of the first step, summed over ranks
     std::vector<double> weights;    // after the steps
 };
-
-constexpr int64_t sequences = 6;  // of one optimizer step, over all ranks and micro-batches
-constexpr int steps = 10;
 
 Batch rows_of(const Batch& whole, int64_t first, int64_t count) {
     Batch part;
@@ -44,27 +67,26 @@ Batch rows_of(const Batch& whole, int64_t first, int64_t count) {
     return part;
 }
 
-Outcome train(World& world, const ModelConfig& model, const Case& l, const Batch& whole) {
-    world.arrange(choose_parallel({.mode = l.mode, .world = l.world, .sp = l.sp},
-                                  {.B = 1, .S = l.S, .H = model.H, .Hk = model.Hk, .D = model.D}));
-    const int64_t B = sequences / world.dp() / l.accumulate;
+Outcome train(World& world, const ModelConfig& model, const Case& l, bool documents,
+              const Batch& whole) {
+    world.arrange({l.mode, l.shape, ""});
     Config settings;
     settings.grad_clip = 0.5;
     TinyMachine t(model,
-                  {.B = B,
-                   .S = l.S,
-                   .document_mask = l.batch.documents,
+                  {.B = l.B,
+                   .S = whole.T,
+                   .document_mask = documents,
                    .mesh = &world.mesh(),
-                   .mode = world.choice().mode,
+                   .mode = l.mode,
                    .all = &world.data()},
                   DType::f64, settings);
     Machine& m = *t.machine;
     Outcome out;
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < l.steps; ++step) {
         m.step->begin(m.stream(), l.accumulate);
         for (int64_t a = 0; a < l.accumulate; ++a)
             m.step->forward_backward(m.stream(),
-                                     rows_of(whole, (a * world.dp() + world.dp_rank()) * B, B),
+                                     rows_of(whole, (a * world.dp() + world.dp_rank()) * l.B, l.B),
                                      1 / double(whole.valid));
         world.data().all_reduce(m.stream(), m.step->loss_sum());
         out.losses.push_back(read_f64(m, m.step->loss_sum()) / double(whole.valid));
@@ -90,70 +112,186 @@ double largest_difference(const std::vector<double>& a, const std::vector<double
     return worst / scale;
 }
 
-void check(const ModelConfig& model, const Case& l) {
-    INFO(model.family, " ", l.mode, " world ", l.world, " sp ", l.sp, " S ", l.S);
-    Batch whole = random_batch(model, sequences, l.S, 17, l.batch);
-    if (l.batch.masked)  // one sequence and the second half of all others have no valid target
-        for (int64_t i = 0; i < sequences * l.S; ++i)
-            if (i < l.S || i % l.S >= (l.S + 1) / 2) whole.targets[size_t(i)] = -100;
-    whole.valid = rows_of(whole, 0, sequences).valid;
-    if (whole.valid == 0) whole.targets[0] = 1, whole.valid = 1;
-
-    const Case alone{.mode = "data_parallel", .world = 1, .sp = 1, .S = l.S, .batch = l.batch};
-    Outcome one;
-    run_ranks(1, [&](Comm& comm) {
-        World world(comm);
-        one = train(world, model, alone, whole);
-    });
-    std::vector<Outcome> many(size_t(l.world));
-    run_ranks(l.world, [&](Comm& comm) {
-        World world(comm);
-        const int rank = world.rank();
-        many[size_t(rank)] = train(world, model, l, whole);
-    });
-    for (const Outcome& o : many) {
-        EXPECT(largest_difference(one.losses, o.losses) <= 1e-10);
-        EXPECT(largest_difference(one.gradients, o.gradients) <= 1e-10);
-        EXPECT(largest_difference(one.weights, o.weights) <= 1e-9);
-        EXPECT(o.weights == many[0].weights);  // replicas stay the same bits
+// What the last of P ranks holds in some mode.
+std::vector<TokenRun> held_by_last(const ModelConfig& model, int64_t S, int P) {
+    std::vector<TokenRun> all;
+    const auto kernels = make_cpu_kernels(DType::f64);
+    for (const SeqMode& mode : seq_modes()) {
+        if (!mode.ring && !mode.ulysses) continue;
+        for (const MeshShape& shape : shapes_for(mode, P)) {
+            Mesh mesh = make_plan_mesh(shape, P - 1);
+            const auto runs =
+                make_seq_parallel(mode.name, *kernels, mesh, {1, S, model.H, model.Hk, model.D})
+                    ->placement();
+            all.insert(all.end(), runs.begin(), runs.end());
+        }
     }
+    return all;
+}
+
+// One model, length and mask: batches, and what one rank makes of them, kept for all modes.
+class Problem {
+public:
+    Problem(ModelConfig model, int64_t S, Mask mask, int P)
+        : model_(std::move(model)), S_(S), P_(P), mask_(mask) {
+        if (mask == Mask::empty_shard) last_ = held_by_last(model_, S, P);
+    }
+
+    void check(const Case& l) {
+        INFO(model_.family, " ", model_.H, "/", model_.Hk, " ", l.mode, " on ", l.shape.str(), ", ",
+             l.B, " x ", S_, " tokens, accumulates ", l.accumulate, ", ", l.steps, " steps, mask ",
+             int(mask_));
+        const Batch whole = batch(l.sequences());
+        const Outcome& one = alone(whole, l.steps);
+        std::vector<Outcome> many(size_t(l.shape.size()));
+        run_ranks(l.shape.size(), [&](Comm& comm) {
+            World world(comm);
+            const int rank = world.rank();
+            many[size_t(rank)] = train(world, model_, l, documents(), whole);
+        });
+        EXPECT(largest_difference(one.losses, many[0].losses) <= 1e-10);
+        EXPECT(largest_difference(one.gradients, many[0].gradients) <= 1e-10);
+        EXPECT(largest_difference(one.weights, many[0].weights) <= 1e-9);
+        for (const Outcome& o : many)  // replicas are the same bits
+            EXPECT((o.losses == many[0].losses && o.gradients == many[0].gradients &&
+                    o.weights == many[0].weights));
+    }
+
+private:
+    bool documents() const { return mask_ == Mask::documents || mask_ == Mask::scattered; }
+
+    Batch batch(int64_t sequences) const {
+        Batch b = random_batch(model_, sequences, S_, 17,
+                               {.masked = mask_ == Mask::scattered, .documents = documents()});
+        for (int64_t i = 0; i < sequences * S_; ++i) {
+            int32_t& target = b.targets[size_t(i)];
+            const int64_t s = i / S_, t = i % S_;
+            if (mask_ == Mask::one_target && (s != sequences - 1 || t != S_ / 2)) target = -100;
+            if (mask_ == Mask::scattered && (s == 0 || t >= (S_ + 1) / 2)) target = -100;
+            for (const TokenRun& r : last_)
+                if (t >= r.begin && t < r.end()) target = -100;
+            if (mask_ == Mask::documents) {
+                bool starts = t <= 1 || t == S_ - 1;
+                for (int p = 0; p < 2 * P_; ++p) starts = starts || t == S_ * p / (2 * P_);
+                if (s % 2) starts = t == 0 || t == S_ / 2;
+                b.first_key[size_t(i)] = starts ? int32_t(t) : b.first_key[size_t(i - 1)];
+            }
+        }
+        b.valid = rows_of(b, 0, sequences).valid;
+        if (b.valid == 0) b.targets[0] = 1, b.valid = 1;
+        return b;
+    }
+
+    const Outcome& alone(const Batch& whole, int steps) {
+        Outcome& one = alone_[{whole.B, steps}];
+        if (!one.losses.empty()) return one;
+        run_ranks(1, [&](Comm& comm) {
+            World world(comm);
+            one =
+                train(world, model_, {"data_parallel", {}, whole.B, 1, steps}, documents(), whole);
+        });
+        return one;
+    }
+
+    ModelConfig model_;
+    int64_t S_;
+    int P_;
+    Mask mask_;
+    std::vector<TokenRun> last_;
+    std::map<std::pair<int64_t, int>, Outcome> alone_;  // by sequences and steps
+};
+
+// `l` in every mode on every mesh of P ranks, or of P for each of `dp` groups. The number of cases.
+int check_modes(Problem& problem, Case l, int P, int dp = 1) {
+    int cases = 0;
+    for (const SeqMode& mode : seq_modes())
+        for (const MeshShape& shape : shapes_for(mode, P)) {
+            l.mode = mode.name, l.shape = shape;
+            l.shape.dp *= dp;
+            problem.check(l);
+            ++cases;
+        }
+    return cases;
 }
 
 }  // namespace
 
 TEST_CASE("every mode equals one rank: loss, gradients, ten steps") {
-    for (const SeqMode& mode : seq_modes()) {
-        for (const std::string& name : family_names()) {
-            const ModelConfig model = tiny_config(name);
-            for (int P : {2, 3}) {
-                const int sp = mode.ring || mode.ulysses ? P : 1;
-                check(model, {.mode = mode.name, .world = P, .sp = sp, .S = 9});
-                check(model, {.mode = mode.name,
-                              .world = P,
-                              .sp = sp,
-                              .S = 7,
-                              .batch = {.masked = true, .documents = true}});
-            }
+    for (const std::string& name : family_names())
+        for (int P : {2, 3}) {
+            Problem full(tiny_config(name), 9, Mask::full, P);
+            Problem scattered(tiny_config(name), 7, Mask::scattered, P);
+            check_modes(full, {.B = 2}, P);
+            check_modes(scattered, {.B = 3}, P);
         }
-    }
 }
 
 TEST_CASE("data parallelism, sequence parallelism and accumulation together") {
-    const ModelConfig model = tiny_config("llama");
-    for (const SeqMode& mode : seq_modes()) {
-        const int sp = mode.ring || mode.ulysses ? 2 : 1;
-        check(model, {.mode = mode.name,
-                      .world = 2 * sp,
-                      .sp = sp,
-                      .S = 8,
-                      .batch = {.masked = true},
-                      .accumulate = 3});
-    }
+    Problem problem(tiny_config("llama"), 8, Mask::scattered, 2);
+    check_modes(problem, {.accumulate = 3}, 2, 2);
 }
 
 TEST_CASE("fewer tokens than ranks") {
-    for (const SeqMode& mode : seq_modes()) {
-        if (!mode.ring && !mode.ulysses) continue;
-        check(tiny_config("gpt2"), {.mode = mode.name, .world = 4, .sp = 4, .S = 3});
-    }
+    Problem problem(tiny_config("gpt2"), 3, Mask::full, 4);
+    check_modes(problem, {}, 4);
+}
+
+TEST_CASE("every mode equals one rank: selection of heads, lengths, batch and masks") {
+    std::set<std::string> seen;  // pairs of values that met
+    int cases = 0;
+    uint64_t n = 0;
+    for (const int P : grid_ranks)
+        for (const Mask mask : grid_masks)
+            for (const int64_t S : lengths_for(P)) {
+                const auto pick = [&](uint64_t axis, uint32_t of) {
+                    return random_bits(5, axis, n) % of;
+                };
+                const auto [H, Hk] = grid_heads[pick(0, 5)];
+                const int64_t B = pick(1, 2) ? 1 : 3;
+                ++n;
+                for (const auto& pair :
+                     {concat("batch ", B, " mask ", int(mask)),
+                      concat("heads ", H, " mask ", int(mask)), concat("heads ", H, " ranks ", P)})
+                    seen.insert(pair);
+                Problem problem(model_with(H, Hk), S, mask, P);
+                cases += check_modes(problem, {.B = B, .steps = S < 97 ? 3 : 1}, P);
+            }
+    MESSAGE(cases, " cases");
+    EXPECT_EQ(seen.size(), 2 * 4 + 5 * 4 + 5 * 5);
+}
+
+TEST_CASE("the whole grid: one step" * doctest::skip()) {
+    int cases = 0;
+    for (const int P : grid_ranks)
+        for (const auto& [H, Hk] : grid_heads)
+            for (const Mask mask : grid_masks)
+                for (const int64_t S : lengths_for(P)) {
+                    Problem problem(model_with(H, Hk), S, mask, P);
+                    for (const int64_t B : {1, 3})
+                        cases += check_modes(problem, {.B = B, .steps = 1}, P);
+                }
+    MESSAGE(cases, " cases");
+}
+
+TEST_CASE("the whole grid: ten steps with data parallelism and accumulation" * doctest::skip()) {
+    int cases = 0;
+    for (const int P : {1, 2, 3, 4})
+        for (const auto& [H, Hk] : grid_heads)
+            for (const Mask mask : grid_masks)
+                for (const int64_t S : lengths_for(P)) {
+                    if (S == 97 && H != 6) continue;
+                    Problem problem(model_with(H, Hk), S, mask, P);
+                    cases += check_modes(problem, {.accumulate = 3}, P, 2);
+                }
+    MESSAGE(cases, " cases");
+}
+
+TEST_CASE("the whole grid: 2999 tokens" * doctest::skip()) {
+    int cases = 0;
+    for (const int P : grid_ranks)
+        for (const Mask mask : grid_masks) {
+            Problem problem(model_with(6, 3), 2999, mask, P);
+            cases += check_modes(problem, {.steps = 1}, P);
+        }
+    MESSAGE(cases, " cases");
 }
