@@ -70,7 +70,7 @@ Numbers run_step(Kernels& k, const Config& c, const Setup& setup, const Machine:
 
     double valid = 0;
     for (const Batch& b : batches) valid += double(b.valid);
-    m.step->begin(s);
+    m.step->begin(s, (int64_t(batches.size()) - first + stride - 1) / stride);
     for (int64_t i = first; i < int64_t(batches.size()); i += stride)
         m.step->forward_backward(s, batches[size_t(i)], 1 / valid);
     if (o.all) o.all->all_reduce(s, m.step->loss_sum());
