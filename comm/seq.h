@@ -40,7 +40,8 @@ struct AttnGradIn {
 
 struct SeqParallel {
     virtual ~SeqParallel() = default;
-    virtual std::vector<TokenRun> placement() const = 0;          // T = sum of the counts
+    // T = sum of the counts, which never changes. The runs may, with every set_documents.
+    virtual std::vector<TokenRun> placement() const = 0;
     virtual void plan(Layout& device, Layout& pinned) const = 0;  // every extra byte, owner "seq/"
     virtual WorkspaceDims workspace() const = 0;                  // of its largest attention call
     virtual void bind(const Arena& device, const Arena& pinned) = 0;
@@ -48,8 +49,9 @@ struct SeqParallel {
     virtual void backward(Stream&, const AttnGradIn&) = 0;
 
     // The batch's first_key (B,S) on the host, the same on all ranks, or null when there is none:
-    // transfers are then cut to the keys that some query sees. To be called before each batch or
-    // never; without it everything that causality allows is sent.
+    // transfers are then cut to the keys that some query sees, and modes that balance by placement
+    // move tokens until the ranks have equal work. To be called before each batch, and before its
+    // placement() is asked for, or never; without it everything that causality allows is sent.
     virtual void set_documents(const int32_t* /*first_key*/) {}
     // Most work of one rank over the mean, in pairs of query and key, for the batch set last.
     virtual double imbalance() const { return 1.0; }

@@ -80,6 +80,7 @@ std::string console_line(const StepRecord& r) {
     };
     if (r.mfu >= 0) fields.push_back({format("mfu %.1f%%", 100 * r.mfu), 5});
     fields.push_back({milliseconds(r.step_ms), 2});
+    if (r.imbalance >= 0) fields.push_back({format("imbalance %.2f", r.imbalance), 1});
     if (r.peak_gib > 0) fields.push_back({format("%.2f GiB", r.peak_gib), 1});
     if (r.eta_s >= 0) fields.push_back({"eta " + human_duration(r.eta_s), 7});
     if (r.loss_scale != 1) fields.push_back({format("scale %.0f", r.loss_scale), 0});
@@ -98,6 +99,7 @@ std::string json_line(const StepRecord& r) {
         ",\"skipped\":", r.skipped, ",\"update_skipped\":", r.update_skipped ? "true" : "false",
         ",\"tokens_per_s\":", json_number(r.tokens_per_s),
         ",\"mfu\":", r.mfu < 0 ? "null" : json_number(r.mfu),
+        ",\"imbalance\":", r.imbalance < 0 ? "null" : json_number(r.imbalance),
         ",\"step_ms\":", json_number(r.step_ms), ",\"peak_gib\":", json_number(r.peak_gib),
         ",\"eta_s\":", r.eta_s < 0 ? "null" : json_number(r.eta_s), "}");
 }

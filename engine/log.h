@@ -13,6 +13,9 @@ struct StepRecord {
     double step_ms = 0, tokens_per_s = 0;
     double mfu = -1;      // share of the device's peak, causal; < 0 = unknown
     double peak_gib = 0;  // device memory
+    // Most attention work of one rank over the mean of those that share a sequence, with packed
+    // documents; < 0 = nothing to balance.
+    double imbalance = -1;
     double eta_s = -1;
     int64_t tokens = 0;           // seen so far in the run
     double loss_scale = 1;        // of the next step

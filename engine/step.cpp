@@ -26,8 +26,7 @@ Step::Step(Kernels& k, const ModelConfig& model, const Family& family, Parameter
       params_(params),
       seq_(seq),
       o_(options),
-      placement_(seq.placement()),
-      T_(tokens_of(placement_)),
+      T_(tokens_of(seq.placement())),
       acts_(model, family, k.precision(), options.B, T_, options.recompute, options.train),
       uploaded_(k.device().make_event()),
       sum_(k, params, options.all) {}
@@ -104,12 +103,14 @@ void Step::upload(Stream& s, const Batch& batch) {
     CHECK(batch.B == o_.B && batch.T == o_.S, ": batch of ", batch.B, " x ", batch.T, ", step of ",
           o_.B, " x ", o_.S);
     seq_.set_documents(o_.document_mask ? batch.first_key.data() : nullptr);
+    const std::vector<TokenRun> placement = seq_.placement();  // of this batch
+    CHECK(tokens_of(placement) == T_, ": ", tokens_of(placement), " tokens, planned for ", T_);
     Device& device = k_.device();
     if (in_flight_) device.synchronize(uploaded_);  // the copy from the staging buffer
     int32_t* out = staged_.as<int32_t>();
     for (const auto* source : {&batch.ids, &batch.targets, &batch.pos, &batch.first_key}) {
         for (int64_t b = 0; b < o_.B; ++b)
-            for (const TokenRun& run : placement_)
+            for (const TokenRun& run : placement)
                 out = std::copy_n(source->data() + b * o_.S + run.begin, run.count, out);
     }
     const int64_t n = rows();

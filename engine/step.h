@@ -48,6 +48,8 @@ public:
     void forward(Stream&, const Batch&);
 
     Tensor loss_sum() const { return loss_sum_; }  // f64 (1), on the device
+    // Most attention work of one rank over the mean, for the batch uploaded last.
+    double imbalance() const { return seq_.imbalance(); }
 
 private:
     Ctx context(Stream& s, bool recompute) const;
@@ -68,7 +70,6 @@ private:
     Parameters& params_;
     SeqParallel& seq_;
     Options o_;
-    std::vector<TokenRun> placement_;
     int64_t T_ = 0;  // tokens of each sequence on this rank
     Activations acts_;
     Arena const* device_ = nullptr;

@@ -176,7 +176,11 @@ void Trainer::train_step(int64_t step) {
     const int64_t valid = read_batches();
     const double lr = learning_rate(c_, step);
     m.step->begin(s, int64_t(batches_.size()));
-    for (const Batch& b : batches_) m.step->forward_backward(s, b, valid ? 1 / double(valid) : 0);
+    double imbalance = 0;
+    for (const Batch& b : batches_) {
+        m.step->forward_backward(s, b, valid ? 1 / double(valid) : 0);
+        imbalance += m.step->imbalance() / double(batches_.size());
+    }
     world_.data().all_reduce(s, m.step->loss_sum());
     if (valid) {  // nothing is learnt from no targets
         const ProfileRange optimizer(k.device(), "optimizer");
@@ -190,6 +194,7 @@ void Trainer::train_step(int64_t step) {
                     .steps = c_.steps,
                     .lr = lr,
                     .tokens = state_.next_sequence * c_.seq_length};
+    if (c_.document_mask && world_.choice().shape.sp() > 1) next->record.imbalance = imbalance;
     double* out = m.readback().rows(next->slot, 1).as<double>();
     k.device().copy(s, out, m.step->loss_sum().data, int64_t(sizeof(double)));
     k.device().copy(s, out + 1, m.params.control.data, m.params.control.bytes());

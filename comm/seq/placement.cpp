@@ -4,7 +4,6 @@
 #include <algorithm>
 
 namespace torus {
-namespace {
 
 void append(Runs& runs, const TokenRun& run) {
     if (run.count == 0) return;
@@ -14,8 +13,6 @@ void append(Runs& runs, const TokenRun& run) {
         runs.push_back(run);
     }
 }
-
-}  // namespace
 
 TokenRun part_of(int64_t total, int64_t n, int64_t i) {
     const int64_t begin = total / n * i + total % n * i / n;

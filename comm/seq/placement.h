@@ -17,6 +17,8 @@ std::vector<Runs> halved_placement(int64_t S, int P);
 std::vector<Runs> zigzag_placement(int64_t S, int P);
 
 int64_t count_tokens(const Runs&);
+// Adds a run; joined with the last one when it goes on where that ends.
+void append(Runs&, const TokenRun&);
 // The same rows with neighbouring runs joined.
 Runs joined(const Runs&);
 // Rows [begin, begin + count) of the runs' concatenation.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/seq/balance.h"
 #include "comm/seq/ring.h"
 #include "comm/seq/ulysses.h"
 
@@ -15,6 +16,7 @@ struct Entry {
     SeqMode mode;           // name, alias, ulysses, ring, summary
     PlaceTokens placement;  // null: each rank (of the Ulysses group) sees the whole sequence
     PairRanks schedule;
+    bool by_work = false;  // tokens move with the documents of a batch
 };
 
 const std::vector<Entry>& entries() {
@@ -27,15 +29,17 @@ const std::vector<Entry>& entries() {
          contiguous_placement,
          ring_schedule},
         {{"zigzag_ring", "zigzag_ring_attn", false, true,
-          "ring, causal work balanced by placement"},
+          "ring, work balanced by placement, per batch when there are documents"},
          zigzag_placement,
-         ring_schedule},
+         ring_schedule,
+         true},
         {{"dist_flash", "dist_flash_attn", false, true, "ring, causal work balanced by helpers"},
          halved_placement,
          dist_flash_schedule},
         {{"usp", "usp_attn", true, true, "ulysses groups around zigzag_ring"},
          zigzag_placement,
-         ring_schedule},
+         ring_schedule,
+         true},
         {{"usp_ring", "usp_ring_attn", true, true, "ulysses groups around ring"},
          contiguous_placement,
          ring_schedule},
@@ -204,12 +208,16 @@ std::unique_ptr<SeqParallel> make_seq_parallel(const std::string& name, Kernels&
             Exit::usage, "--parallel-mode ", name, ": does not run on ", mesh.shape.str());
     const MakeInner inner = [&](const AttnDims& dims, const std::string& owner) {
         if (mesh.shape.ring == 1) return make_local_attention(k, dims, owner);
-        RingPlan plan{e.placement(dims.S, mesh.shape.ring), e.schedule(mesh.shape.ring)};
+        RingPlan plan{e.placement(dims.S, mesh.shape.ring), e.schedule(mesh.shape.ring), e.by_work};
         return make_ring_attention(k, *mesh.ring, dims, std::move(plan), owner);
     };
     if (mesh.shape.ulysses == 1) return inner(d, "seq");
-    Runs tokens{{0, d.S}};
-    if (mesh.shape.ring > 1) tokens = e.placement(d.S, mesh.shape.ring)[size_t(mesh.ring_rank)];
+    std::vector<Runs> standing{{{0, d.S}}};
+    if (mesh.shape.ring > 1) standing = e.placement(d.S, mesh.shape.ring);
+    const auto tokens = [=, by_work = e.by_work,
+                         group = size_t(mesh.ring_rank)](const int32_t* first_key) {
+        return (by_work ? balanced_placement(standing, first_key, d.B, d.S) : standing)[group];
+    };
     return make_ulysses_attention(k, *mesh.ulysses, d, tokens, inner);
 }
 

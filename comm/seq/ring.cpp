@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "comm/seq/balance.h"
 #include "comm/seq/tensors.h"
 
 namespace torus {
@@ -21,10 +22,9 @@ struct Queries {
     Tensor lse, delta;          // stat (B*H*rows), run by run
     int64_t lo = 0;
 };
-// Rows [lo, ...) of one rank's keys and values, mine or fetched.
+// One rank's keys and values: all of mine, or the spans that were fetched.
 struct Keys {
     Tensor kv, dkv;  // act, stat (B,rows,2*Hk,D): keys first
-    int64_t lo = 0;
 };
 // One forward or backward.
 struct Call {
@@ -42,6 +42,7 @@ public:
           comm_(comm),
           d_(d),
           p_(std::move(plan)),
+          standing_(p_.runs),
           name_(std::move(name)),
           me_(comm.rank()),
           T_(tokens(me_)),
@@ -88,6 +89,7 @@ public:
     void set_documents(const int32_t* first_key) override {
         if (!first_key && !has_documents_) return;  // the tables at hand are those
         has_documents_ = first_key != nullptr;
+        if (p_.by_work) p_.runs = balanced_placement(standing_, first_key, d_.B, d_.S);
         masked_ = make_table(p_, true, first_key, d_.B, d_.S);
         imbalance_ = imbalance_of(masked_, first_key, d_.B, d_.S);
     }
@@ -133,6 +135,7 @@ private:
     Comm& comm_;
     AttnDims d_;
     RingPlan p_;
+    std::vector<Runs> standing_;  // the placement without documents
     std::string name_;
     int me_;
     int64_t T_;
@@ -151,7 +154,8 @@ private:
 
 // --- buffers ------------------------------------------------------------------------------------
 
-// Sizes for the table without documents, which sends most.
+// Sizes for the table without documents, which sends most unless tokens move: then any rank may see
+// all that another holds.
 void RingAttention::lay_out() {
     const int64_t B = d_.B, H = d_.H, kv_width = 2 * d_.Hk * d_.D, q_width = H * d_.D;
     int64_t keys = 0, queries = 0, home_keys = 0, home_queries = 0;  // most rows of any step
@@ -175,6 +179,12 @@ void RingAttention::lay_out() {
         }
         CHECK(fetched <= 1 && helped <= 1, ": one buffer receives what comes home in a step");
         has_helper_ = has_helper_ || helped > 0;
+    }
+    if (p_.by_work) {
+        for (int x = 0; x < ranks(); ++x)
+            if (x != me_) keys = std::max(keys, tokens(x));
+        home_keys = T_;
+        remote_steps = steps() - 1;
     }
     slots_ = remote_steps > 1 ? 2 : 1;
     const DType act = k_.precision().act, stat = k_.precision().stat;
@@ -232,7 +242,7 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
 Keys RingAttention::fetched_keys(const Call& c, int step) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
-    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .lo = w.k_lo};
+    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}};
     if (c.back) f.dkv = buffer(c.buffers, "result", step, shape);
     return f;
 }
@@ -262,8 +272,13 @@ void RingAttention::blocks_in(const Call& c, int step, List& sends, List& recvs)
     for (int x = 0; x < ranks(); ++x) {
         const Work& w = c.table[size_t(step)][size_t(x)];
         if (w.fetches_keys(x)) {
-            if (w.pair.k == me_) each_sequence(sends, x, c.keys.kv.slice(1, w.k_lo, w.k_rows()));
-            if (x == me_) each_sequence(recvs, w.pair.k, fetched_keys(c, step).kv);
+            for (const Span& span : w.keys) {
+                if (w.pair.k == me_)
+                    each_sequence(sends, x, c.keys.kv.slice(1, span.row, span.rows));
+                if (x == me_)
+                    each_sequence(recvs, w.pair.k,
+                                  fetched_keys(c, step).kv.slice(1, span.at, span.rows));
+            }
         }
         if (!w.helps(x)) continue;
         const int64_t n = w.q_rows(), in = c.back ? 2 : 1, BH = d_.B * d_.H;
@@ -325,7 +340,8 @@ void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const
     }
     if (c.back && w.fetches_keys(me_)) k_.fill(s, keys.dkv, 0);
     const auto half = [&](const Tensor& kv, const Piece& p, int which) {
-        return kv.slice(2, which * d_.Hk, d_.Hk).slice(1, p.k_row - keys.lo, p.k_rows);
+        const int64_t row = w.fetches_keys(me_) ? w.in_block(p.k_row) : p.k_row;
+        return kv.slice(2, which * d_.Hk, d_.Hk).slice(1, row, p.k_rows);
     };
     for (size_t i = late ? last : 0; i < (late ? w.pieces.size() : last); ++i) {
         const Piece& p = w.pieces[i];
@@ -370,10 +386,11 @@ void RingAttention::collect(Stream& s, const Call& c, int step) const {
         const Work& w = c.table[size_t(step)][size_t(x)];
         if (c.back && w.fetches_keys(x) && w.pair.k == me_) {
             const Tensor home = buffer(c.buffers, "home_kv", {d_.B, w.k_rows(), 2 * d_.Hk, d_.D});
-            for (int64_t b = 0; b < d_.B; ++b) {
-                const Tensor sum = c.keys.dkv.rows(b, 1).slice(1, w.k_lo, w.k_rows());
-                k_.add(s, sum, sum, home.rows(b, 1));
-            }
+            for (int64_t b = 0; b < d_.B; ++b)
+                for (const Span& span : w.keys) {
+                    const Tensor sum = c.keys.dkv.rows(b, 1).slice(1, span.row, span.rows);
+                    k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+                }
         }
         if (!w.helps(x) || w.pair.q != me_) continue;
         const int64_t n = w.q_rows();
@@ -417,6 +434,7 @@ void RingAttention::loop(Stream& s, const Call& c) {
 // Packs what will be sent and names what both directions need.
 Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     const bool masked = present(g.first_key);
+    CHECK(masked || !p_.by_work || !has_documents_, ": tokens lie where the documents want them");
     const int64_t in = back ? 2 : 1, numel = d_.B * d_.H * T_;
     Call c{back, masked, masked ? masked_ : plain_, back ? backward_ : forward_, {}, {}};
     c.keys.kv = buffer(c.buffers, "kv", {d_.B, T_, 2 * d_.Hk, d_.D});

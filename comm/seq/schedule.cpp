@@ -86,6 +86,32 @@ double visible_pairs(const Piece& p, const int32_t* first_key, int64_t B, int64_
     return sum;
 }
 
+namespace {
+
+// The union of the pieces' rows of keys.
+std::vector<Span> key_spans(const std::vector<Piece>& pieces) {
+    std::vector<Span> all, spans;
+    for (const Piece& p : pieces) all.push_back({p.k_row, p.k_rows, 0});
+    std::sort(all.begin(), all.end(), [](const Span& a, const Span& b) { return a.row < b.row; });
+    for (const Span& s : all) {
+        Span* last = spans.empty() ? nullptr : &spans.back();
+        if (last && s.row <= last->row + last->rows) {
+            last->rows = std::max(last->rows, s.row + s.rows - last->row);
+        } else {
+            spans.push_back({s.row, s.rows, last ? last->at + last->rows : 0});
+        }
+    }
+    return spans;
+}
+
+}  // namespace
+
+int64_t Work::in_block(int64_t k_row) const {
+    for (const Span& s : keys)
+        if (k_row >= s.row && k_row < s.row + s.rows) return s.at + k_row - s.row;
+    fail(Exit::internal, "row ", k_row, " does not travel");
+}
+
 Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, int64_t B,
                  int64_t S) {
     Table table;
@@ -103,11 +129,9 @@ Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, in
                     return (p.run < half) != (pair.part == Part::early_runs);
                 });
             }
-            if (w) w.k_lo = w.pieces[0].k_row;
+            w.keys = key_spans(w.pieces);
             if (w) w.q_lo = w.pieces[0].q_row;
             for (const Piece& p : w.pieces) {
-                w.k_lo = std::min(w.k_lo, p.k_row);
-                w.k_hi = std::max(w.k_hi, p.k_row + p.k_rows);
                 w.q_hi = std::max(w.q_hi, p.q_row + p.q_rows);
             }
             ranks.push_back(std::move(w));

@@ -42,16 +42,23 @@ std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const in
 // Number of visible (query, key) in a piece, over the batch.
 double visible_pairs(const Piece&, const int32_t* first_key, int64_t B, int64_t S);
 
+// Rows of the owner's keys that travel, and where they lie in the block that arrives.
+struct Span {
+    int64_t row, rows, at;
+    bool operator==(const Span&) const = default;
+};
+
 // One rank's work at one step.
 struct Work {
     Pair pair;
     std::vector<Piece> pieces;   // empty: nothing to see, so nothing travels
-    int64_t k_lo = 0, k_hi = 0;  // the rows of keys that the pieces touch
-    int64_t q_lo = 0, q_hi = 0;  // the same of queries: whole runs
+    std::vector<Span> keys;      // the rows of keys that the pieces touch, and no others; ascending
+    int64_t q_lo = 0, q_hi = 0;  // the rows of queries: whole runs
     explicit operator bool() const { return !pieces.empty(); }
     bool fetches_keys(int worker) const { return !pieces.empty() && pair.k != worker; }
     bool helps(int worker) const { return !pieces.empty() && pair.q != worker; }
-    int64_t k_rows() const { return k_hi - k_lo; }
+    int64_t k_rows() const { return keys.empty() ? 0 : keys.back().at + keys.back().rows; }
+    int64_t in_block(int64_t k_row) const;  // the row of a key in the block that travels
     int64_t q_rows() const { return q_hi - q_lo; }
 };
 using Table = std::vector<std::vector<Work>>;  // [step][rank]
@@ -59,6 +66,7 @@ using Table = std::vector<std::vector<Work>>;  // [step][rank]
 struct RingPlan {
     std::vector<Runs> runs;  // of each rank of the ring
     Schedule schedule;
+    bool by_work = false;  // tokens move with the documents of a batch (balance.h)
 };
 Table make_table(const RingPlan&, bool masked, const int32_t* first_key, int64_t B, int64_t S);
 

@@ -31,14 +31,19 @@ struct HeadShare {
 
 class UlyssesAttention final : public SeqParallel {
 public:
-    UlyssesAttention(Kernels& k, Comm& comm, const AttnDims& d, const Runs& tokens,
+    UlyssesAttention(Kernels& k, Comm& comm, const AttnDims& d, GroupTokens tokens,
                      const MakeInner& make_inner)
-        : k_(k), comm_(comm), d_(d), me_(comm.rank()), Tg_(count_tokens(tokens)) {
+        : k_(k),
+          comm_(comm),
+          d_(d),
+          me_(comm.rank()),
+          tokens_(std::move(tokens)),
+          Tg_(count_tokens(tokens_(nullptr))) {
         for (int u = 0; u < comm.size(); ++u) {
             heads_.emplace_back(head_groups(d.H, d.Hk, comm.size(), u));
             rows_.push_back(part_of(Tg_, comm.size(), u));
         }
-        placement_ = sub_runs(tokens, rows_[size_t(me_)].begin, T());
+        place(nullptr);
         for (const HeadGroup& g : mine().groups)
             inner_.push_back(
                 make_inner({d.B, d.S, g.queries, g.keys, d.D}, concat("seq/heads", g.q)));
@@ -72,6 +77,7 @@ public:
     }
 
     void set_documents(const int32_t* first_key) override {
+        place(first_key);
         for (const auto& inner : inner_) inner->set_documents(first_key);
     }
     double imbalance() const override {
@@ -88,6 +94,9 @@ private:
     int64_t T() const { return rows_[size_t(me_)].count; }
 
     void lay_out();
+    void place(const int32_t* first_key) {
+        placement_ = sub_runs(tokens_(first_key), rows_[size_t(me_)].begin, T());
+    }
     Tensor buffer(const Layout& l, const std::string& what) const { return l.tensor(what, base_); }
     // Tokens of rank u among the group's rows of `t`, which are its dimension `axis`.
     Tensor rows_of(const Tensor& t, int axis, int u) const {
@@ -113,6 +122,7 @@ private:
     Comm& comm_;
     AttnDims d_;
     int me_;
+    GroupTokens tokens_;
     int64_t Tg_;
     std::vector<HeadShare> heads_;
     std::vector<TokenRun> rows_;
@@ -344,9 +354,9 @@ void UlyssesAttention::sum_over_ranks(Stream& s, const Tensor& dheads, const Ten
 }  // namespace
 
 std::unique_ptr<SeqParallel> make_ulysses_attention(Kernels& k, Comm& ulysses, const AttnDims& d,
-                                                    const Runs& tokens,
+                                                    GroupTokens tokens,
                                                     const MakeInner& make_inner) {
-    return std::make_unique<UlyssesAttention>(k, ulysses, d, tokens, make_inner);
+    return std::make_unique<UlyssesAttention>(k, ulysses, d, std::move(tokens), make_inner);
 }
 
 }  // namespace torus

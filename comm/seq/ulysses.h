@@ -15,8 +15,12 @@ namespace torus {
 using MakeInner =
     std::function<std::unique_ptr<SeqParallel>(const AttnDims&, const std::string& name)>;
 
-// `tokens`: what the ranks of the group hold together, in order.
+// What the ranks of the group hold together, in order: their inner attention's placement for a
+// batch with this first_key, or null. A function, because a rank without heads has no inner
+// attention to ask.
+using GroupTokens = std::function<Runs(const int32_t* first_key)>;
+
 std::unique_ptr<SeqParallel> make_ulysses_attention(Kernels&, Comm& ulysses, const AttnDims&,
-                                                    const Runs& tokens, const MakeInner&);
+                                                    GroupTokens, const MakeInner&);
 
 }  // namespace torus

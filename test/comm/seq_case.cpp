@@ -122,9 +122,16 @@ bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
 
 WholeAttention make_whole(const AttnDims& d, Documents documents, int P, double sharpness,
                           DType inputs) {
+    std::vector<int32_t> first_key;
+    if (documents != Documents::none) first_key = make_first_key(d, documents, P);
+    return make_whole(d, std::move(first_key), sharpness, inputs);
+}
+
+WholeAttention make_whole(const AttnDims& d, std::vector<int32_t> first_key, double sharpness,
+                          DType inputs) {
     WholeAttention w;
     w.d = d;
-    if (documents != Documents::none) w.first_key = make_first_key(d, documents, P);
+    w.first_key = std::move(first_key);
     const int64_t q_size = d.B * d.S * d.H * d.D, k_size = d.B * d.S * d.Hk * d.D;
     w.q = random_values(q_size, 1);
     for (double& x : w.q) x *= sharpness;
@@ -204,6 +211,7 @@ RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, Kern
     s.workspace = Tensor(workspace.data(), DType::u8, {workspace.bytes()});
     if (device.bytes()) k.device().set_bytes(s, device.data(), 0xff, device.bytes());
     seq->bind(device, pinned);
+    if (c.earlier) seq->set_documents(c.earlier);
     if (c.announce) seq->set_documents(w.first_key.empty() ? nullptr : w.first_key.data());
 
     RankResult r;

@@ -25,11 +25,15 @@ struct WholeAttention {
 // multiplies the queries; the inputs are rounded to `inputs` first.
 WholeAttention make_whole(const AttnDims& d, Documents documents, int P, double sharpness = 1,
                           DType inputs = DType::f64);
+// The same with a given first_key, or none when that is empty.
+WholeAttention make_whole(const AttnDims& d, std::vector<int32_t> first_key, double sharpness = 1,
+                          DType inputs = DType::f64);
 
 struct SeqCase {
     std::string mode;
     MeshShape shape;
-    bool announce = true;  // call set_documents
+    bool announce = true;              // call set_documents
+    const int32_t* earlier = nullptr;  // and before with the first_key of another batch
 };
 
 // What one rank found for its tokens.

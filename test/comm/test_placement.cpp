@@ -30,8 +30,8 @@ std::vector<int> pair_coverage(const Table& table, const RingPlan& plan, int64_t
                 EXPECT(p.q0 == run.begin);
                 EXPECT(p.q_rows == run.count);
                 // Row numbers, positions and the range that travels agree.
-                EXPECT(p.k_row >= w.k_lo);
-                EXPECT(p.k_row + p.k_rows <= w.k_hi);
+                EXPECT(w.in_block(p.k_row) + p.k_rows <= w.k_rows());
+                EXPECT(w.in_block(p.k_row + p.k_rows - 1) == w.in_block(p.k_row) + p.k_rows - 1);
                 const Runs keys = sub_runs(plan.runs[size_t(w.pair.k)], p.k_row, p.k_rows);
                 EXPECT(keys[0].begin == p.k0);
                 for (const TokenRun& r : keys)
@@ -178,6 +178,14 @@ TEST_CASE("schedule: only the keys that are seen travel") {
     const Table alone = make_table(rows, true, own_shard.data(), 1, S);
     for (size_t t = 1; t < alone.size(); ++t)
         for (const Work& w : alone[t]) EXPECT(!w);
+    // Two runs of keys, of each only the end: what is between them stays.
+    std::vector<int32_t> ends(size_t(S), 0);
+    for (int64_t i = 0; i < S; ++i) ends[size_t(i)] = int32_t(std::max<int64_t>(i - 3, 0));
+    const RingPlan apart{{{{0, 16}, {32, 16}}, {{16, 16}, {48, 16}}}, ring_schedule(2)};
+    const Table two = make_table(apart, true, ends.data(), 1, S);
+    EXPECT(two[1][1].keys == std::vector<Span>{{13, 3, 0}, {29, 3, 3}});
+    EXPECT_EQ(two[1][1].k_rows(), 6);
+    EXPECT(two[1][0].keys == std::vector<Span>{{13, 3, 0}});
 }
 
 TEST_CASE("choice of mode and degrees") {

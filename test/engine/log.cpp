@@ -98,6 +98,7 @@ TEST_CASE("log: the console line") {
         bare.update_skipped = true;
         bare.skipped = 3;
         bare.loss_scale = 32768;
+        bare.imbalance = 1.0234;
         log.step(bare);
         log.eval(20, 4.0, 100);
         log.sample(20, "a\x1b[2Jb\n\xff");
@@ -107,7 +108,7 @@ TEST_CASE("log: the console line") {
               "step   12/1000 | loss 4.0278 | norm 0.98 | lr 3.00e-04 | 12.3k tok/s | mfu 41.2% | "
               "340 ms | 1.20 GiB | eta 3m20s\n"
               "step 1000/1000 | loss 4.0003 | norm 0.98 | lr 3.00e-04 | 950 tok/s | 3.2 ms | "
-              "scale 32768 | update skipped: not finite (3 so far)\n"
+              "imbalance 1.02 | scale 32768 | update skipped: not finite (3 so far)\n"
               "step 20 | val loss 4.0000 | perplexity 54.60\n"
               "step 20 | sample:\na\\x1b[2Jb\n\\xff\n"
               "done\n");
@@ -128,6 +129,7 @@ TEST_CASE("log: records are JSON with every bit of each number") {
         odd.update_skipped = true;
         odd.skipped = 1;
         odd.loss_scale = 512;
+        odd.imbalance = 1.0 / 3;
         log.step(odd);
         log.eval(2, 1.0 / 3, 8192);
     });
@@ -151,6 +153,8 @@ TEST_CASE("log: records are JSON with every bit of each number") {
     EXPECT_EQ(r[1]["update_skipped"].get<bool>(), true);
     EXPECT_EQ(r[0]["loss_scale"].get<double>(), 1);
     EXPECT_EQ(r[1]["loss_scale"].get<double>(), 512);
+    EXPECT(r[0]["imbalance"].is_null());
+    EXPECT_EQ(r[1]["imbalance"].get<double>(), 1.0 / 3);
     EXPECT_EQ(r[2]["val_loss"].get<double>(), 1.0 / 3);
     EXPECT_EQ(r[2]["tokens"].get<int64_t>(), 8192);
 }
