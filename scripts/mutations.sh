@@ -70,11 +70,11 @@ fault 'last hop of the ring skipped' comm/seq/ring.cpp test_comm "$modes" <<'END
     if (!w || (steps() > 1 && step == steps() - 1)) return;
 END
 fault 'K and V of two hops swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
-each_sequence(recvs, w.pair.k, fetched_keys(c, step).kv);
+                                  fetched_keys(c, step).kv.slice(1, span.at, span.rows));
 ----
-each_sequence(recvs, w.pair.k,
-                              buffer(c.buffers, "block", step + 1,
-                                     {d_.B, w.k_rows(), 2 * d_.Hk, d_.D}));
+                                  buffer(c.buffers, "block", step + 1,
+                                         {d_.B, w.k_rows(), 2 * d_.Hk, d_.D})
+                                      .slice(1, span.at, span.rows));
 END
 fault 'K and V swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
 .k = half(keys.kv, p, 0),
@@ -109,16 +109,30 @@ first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
 first = 0 * row[0];
 END
 fault 'returned dK and dV counted twice' comm/seq/ring.cpp test_comm "$modes" <<'END'
-k_.add(s, sum, sum, home.rows(b, 1));
+k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
 ----
-k_.add(s, sum, sum, home.rows(b, 1));
-                k_.add(s, sum, sum, home.rows(b, 1));
+k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+                k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
 END
 fault 'returned dK and dV divided by the ranks' comm/seq/ring.cpp test_comm "$modes" <<'END'
-k_.add(s, sum, sum, home.rows(b, 1));
+k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
 ----
 k_.scale(s, home, 1.0 / ranks());
-                k_.add(s, sum, sum, home.rows(b, 1));
+                k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+END
+fault 'work counted as if there were no documents' comm/seq/balance.cpp test_comm 'balance*' <<'END'
+std::max<int64_t>(i + 1 - first_key[b * S + i], 0);
+----
+i + 1;
+END
+fault 'a moved placement loses the rest of the cut' comm/seq/balance.cpp test_comm 'balance*' <<'END'
+last ? count_tokens(standing[size_t(r)]) - (each - 1) * length : length;
+----
+length;
+END
+fault 'ulysses groups keep the tokens of the batch before' comm/seq/ulysses.cpp test_comm 'balance*' <<'END'
+        place(first_key);
+----
 END
 fault 'last piece of the local step forgotten' comm/seq/ring.cpp test_comm "$modes" <<'END'
         if (t == steps()) compute(s, c, 0, true);
