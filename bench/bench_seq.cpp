@@ -4,9 +4,9 @@
 // results are compared with one rank's first: a mode that is wrong has no rate.
 //
 //   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME] [--batch B] [--seq S]
-//   [--heads H]
-//             [--kv-heads Hk] [--head-dim D] [--repeats R]
+//   [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
 //
+// --documents: sequences of packed documents of log-normal length, N tokens at the median.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
 #include <algorithm>
 #include <chrono>
@@ -18,8 +18,9 @@
 #include <thread>
 #include <vector>
 
+#include "bench/documents.h"
 #include "comm/launch.h"
-#include "comm/seq.h"
+#include "comm/seq/balance.h"
 #include "kernels/rng.h"
 
 using namespace torus;
@@ -58,15 +59,14 @@ struct Settings {
     std::string device = "cpu", mode;
     AttnDims d{1, 1024, 8, 8, 64};
     int ranks = 0, threads = 0, repeats = 5;
+    int64_t documents = 0;  // median length; 0 = one document
 };
 
 Settings parse(int argc, char** argv) {
     Settings s;
-    const std::map<std::string, int64_t*> numbers = {{"--batch", &s.d.B},
-                                                     {"--seq", &s.d.S},
-                                                     {"--heads", &s.d.H},
-                                                     {"--kv-heads", &s.d.Hk},
-                                                     {"--head-dim", &s.d.D}};
+    const std::map<std::string, int64_t*> numbers = {
+        {"--batch", &s.d.B},     {"--seq", &s.d.S},      {"--heads", &s.d.H},
+        {"--kv-heads", &s.d.Hk}, {"--head-dim", &s.d.D}, {"--documents", &s.documents}};
     for (int i = 1; i < argc; ++i) {
         const std::string flag = argv[i];
         require(i + 1 < argc, Exit::usage, flag, ": needs a value");
@@ -98,8 +98,11 @@ Settings parse(int argc, char** argv) {
 // One attention with its memory: inputs that depend on global positions only, and outputs.
 class Run {
 public:
-    Run(Kernels& k, SeqParallel& seq, const AttnDims& d) : k_(k), seq_(seq), d_(d) {
+    // first_key (B,S), or empty.
+    Run(Kernels& k, SeqParallel& seq, const AttnDims& d, const std::vector<int32_t>& first_key)
+        : k_(k), seq_(seq), d_(d) {
         Layout pinned;
+        if (!first_key.empty()) seq.set_documents(first_key.data());
         seq.plan(layout_, pinned);
         for (const TokenRun& r : seq.placement()) T_ += r.count;
         const DType act = k.precision().act, stat = k.precision().stat;
@@ -108,6 +111,7 @@ public:
         layout_.add("run/o", act, {d.B, T_, d.H, d.D});
         layout_.add("run/dout", act, {d.B, T_, d.H, d.D});
         layout_.add("run/lse", stat, {d.B, d.H, T_});
+        layout_.add("run/first_key", DType::i32, {d.B, T_});
         layout_.add("run/sums", DType::f64, {4});
         layout_.add("run/workspace", DType::u8, {k.workspace_bytes(seq.workspace())});
         arena_ = Arena(k.device(), Memory::device, layout_);
@@ -126,7 +130,7 @@ public:
               .o = arena_["run/o"],
               .lse = arena_["run/lse"],
               .dout = arena_["run/dout"],
-              .first_key = {},
+              .first_key = first_key.empty() ? Tensor() : upload(first_key),
               .dq = heads("run/dqkv", 0, d.H),
               .dk = heads("run/dqkv", d.H, d.Hk),
               .dv = heads("run/dqkv", d.H + d.Hk, d.Hk),
@@ -136,7 +140,7 @@ public:
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    void forward() { seq_.forward(s_, {g_.q, g_.k, g_.v, g_.o, g_.lse, {}}); }
+    void forward() { seq_.forward(s_, {g_.q, g_.k, g_.v, g_.o, g_.lse, g_.first_key}); }
     void backward() { seq_.backward(s_, g_); }
     void wait() { k_.device().synchronize(s_); }
 
@@ -161,6 +165,20 @@ public:
     }
 
 private:
+    // My tokens of it.
+    Tensor upload(const std::vector<int32_t>& first_key) {
+        std::vector<int32_t> mine;
+        for (int64_t b = 0; b < d_.B; ++b)
+            for (const TokenRun& r : seq_.placement()) {
+                const auto from = first_key.begin() + b * d_.S + r.begin;
+                mine.insert(mine.end(), from, from + r.count);
+            }
+        const Tensor t = arena_["run/first_key"];
+        k_.device().copy(s_, t.data, mine.data(), t.bytes());
+        wait();
+        return t;
+    }
+
     // Values are a function of the global token, so that every placement has the same problem: a
     // table of random numbers, read over and over (a prime length, so that no two tokens agree).
     void fill(const char* name, uint64_t seed, int64_t heads) {
@@ -267,27 +285,33 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
     const int P = host->size();
     const bool speaks = host->rank() == 0;
 
+    std::vector<int32_t> first_key;
+    if (settings.documents > 0)
+        first_key = packed_documents(d.B, d.S, double(settings.documents), 0);
     const auto alone = make_local_attention(k, d);
     Times one;
     std::vector<double> want;
     {
-        Run run(k, *alone, d);
+        Run run(k, *alone, d, first_key);
         one = measure(run, *host, settings.repeats);
         want = run.squares();
     }
     const double rate = exchange_rate(k, *device, *host, cuda ? 256 << 20 : 8 << 20);
-    // Causal: half of 4 S^2 D per head and direction of a product, 2 products forward, 5 backward.
-    const double flops = 7.0 * double(d.B * d.H * d.D) * double(d.S) * double(d.S);
+    // 2 D per visible pair, head and product, 2 products forward, 5 backward.
+    double pairs = double(d.B) * double(d.S) * double(d.S) / 2;
+    if (settings.documents > 0) pairs = double(visible_sums(first_key.data(), d.B, d.S).back());
+    const double flops = 14.0 * double(d.H * d.D) * pairs;
     if (speaks) {
         std::printf("%s\n",
                     concat(P, " x ", k.device().name(), ", ", name_of(k.precision().act), ": B ",
-                           d.B, ", S ", d.S, ", H ", d.H, ", Hk ", d.Hk, ", D ", d.D)
+                           d.B, ", S ", d.S, ", H ", d.H, ", Hk ", d.Hk, ", D ", d.D,
+                           settings.documents ? concat(", documents ", settings.documents) : "")
                         .c_str());
         std::printf("one rank: forward %.3f ms, backward %.3f ms, %.1f TFLOP/s\n", one.forward,
                     one.backward, flops / one.both() * 1e-9);
         std::printf("exchange with the neighbours: %.1f GB/s each way\n\n", rate);
-        std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s\n", "mode", "mesh", "fwd ms",
-                    "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "error");
+        std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s %9s\n", "mode", "mesh", "fwd ms",
+                    "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "imbalance", "error");
     }
     for (const SeqMode& mode : seq_modes()) {
         if (!settings.mode.empty() && mode.name != settings.mode) continue;
@@ -298,7 +322,7 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
         for (auto* axis : {&mesh.ring, &mesh.ulysses})
             *axis = std::make_unique<SwitchedComm>(std::move(*axis), silent);
         const auto seq = make_seq_parallel(mode.name, k, mesh, d);
-        Run run(k, *seq, d);
+        Run run(k, *seq, d, first_key);
         const Times t = measure(run, *host, settings.repeats);
         const double error = compare(run, *host, want);
         const int64_t sent =
@@ -306,10 +330,10 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
         silent = true;
         const Times c = measure(run, *host, settings.repeats);
         if (speaks)
-            std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10.3f %9.1f %9.1e\n",
+            std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10.3f %9.1f %9.2f %9.1e\n",
                         mode.name.c_str(), mesh.shape.str().c_str(), t.forward, t.backward,
                         one.both() / t.both(), 100 * one.both() / t.both() / P, t.both() - c.both(),
-                        double(sent) * 1e-6, error);
+                        double(sent) * 1e-6, seq->imbalance(), error);
         require(error < (cuda ? 1e-3 : 1e-5), Exit::internal, mode.name, ": wrong result");
     }
 }
