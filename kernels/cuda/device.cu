@@ -313,6 +313,7 @@ public:
     void* allocate(Memory, int64_t) override { refuse(); }
     void release(Memory, void*, int64_t) noexcept override {}
     Stream make_stream(bool) override { return {}; }
+    using Device::destroy;
     void destroy(Stream&) noexcept override {}
     Event make_event() override { return {}; }
     void destroy(Event&) noexcept override {}
