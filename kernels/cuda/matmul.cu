@@ -326,123 +326,109 @@ static Matrix matrix(const Tensor& t, const char* name, DType dtype, int64_t row
     return m;
 }
 
+// out (N,O) = x (N,C) w (O,C)^T
+static Product times_transposed(const Matrix& out, const Matrix& x, const Tensor& w) {
+    return {.in = x.dtype,
+            .out = out.dtype,
+            .trans_a = true,
+            .m = out.cols,
+            .n = out.rows,
+            .k = x.cols,
+            .a = w.data,
+            .b = x.data,
+            .c = out.data,
+            .d = out.data,
+            .lda = x.cols,
+            .ldb = x.pitch,
+            .ldc = out.pitch,
+            .ldd = out.pitch};
+}
+
+// dx (N,C) = dout (N,O) w (O,C)
+static Product times(const Matrix& dx, const Matrix& dout, const Tensor& w) {
+    return {.in = dout.dtype,
+            .out = dx.dtype,
+            .m = dx.cols,
+            .n = dx.rows,
+            .k = dout.cols,
+            .a = w.data,
+            .b = dout.data,
+            .c = dx.data,
+            .d = dx.data,
+            .lda = dx.cols,
+            .ldb = dout.pitch,
+            .ldc = dx.pitch,
+            .ldd = dx.pitch};
+}
+
+void CudaKernels::matmul_forward(Stream& stream, Tensor out, Tensor x, Tensor w, Tensor bias,
+                                 Tensor residual) {
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, "matmul_forward").rows;
+    const Matrix mx = matrix(x, "matmul_forward: x", act, N, C);
+    const Matrix mo = matrix(out, "matmul_forward: out", act, N, O);
+    expect(w, "matmul_forward: w", act, O * C);
+    if (bias) expect(bias, "matmul_forward: bias", act, O);
+    Product p = times_transposed(mo, mx, w);
+    p.bias = bias.data;
+    if (residual) {
+        const Matrix mr = matrix(residual, "matmul_forward: residual", act, N, O);
+        p.c = mr.data;
+        p.ldc = mr.pitch;
+        p.beta = 1;
+    }
+    matmul_->run("matmul_forward", stream, p);
+}
+
+void CudaKernels::matmul_backward_input(Stream& stream, Tensor dx, Tensor dout, Tensor w,
+                                        bool accumulate) {
+    const DType act = precision_.act;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(dx, "matmul_backward_input").rows;
+    const Matrix md = matrix(dout, "matmul_backward_input: dout", act, N, O);
+    const Matrix mx = matrix(dx, "matmul_backward_input: dx", act, N, C);
+    expect(w, "matmul_backward_input: w", act, O * C);
+    Product p = times(mx, md, w);
+    p.beta = accumulate ? 1 : 0;
+    matmul_->run("matmul_backward_input", stream, p);
+}
+
 // What cuBLASLt's GELU epilogues ask of their second matrix; and in fp32 they are left alone, so
 // that the exact mode has one GELU.
 static bool fusable(const Tensor& pre, int64_t cols) {
     return pre.dtype != DType::f32 && cols % 8 == 0 && aligned16(pre.data);
 }
 
-void CudaKernels::matmul_forward(Stream& stream, Tensor out, Tensor x, Tensor w, Tensor bias,
-                                 Tensor residual) {
-    const char* name = "matmul_forward";
-    const DType act = precision_.act;
-    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, name).rows;
-    const Matrix mx = matrix(x, "matmul_forward: x", act, N, C);
-    const Matrix mo = matrix(out, "matmul_forward: out", act, N, O);
-    const Matrix mr = residual ? matrix(residual, "matmul_forward: residual", act, N, O) : mo;
-    expect(w, "matmul_forward: w", act, O * C);
-    if (bias) expect(bias, "matmul_forward: bias", act, O);
-    matmul_->run(name, stream,
-                 {.in = act,
-                  .out = act,
-                  .trans_a = true,
-                  .m = O,
-                  .n = N,
-                  .k = C,
-                  .a = w.data,
-                  .b = mx.data,
-                  .c = mr.data,
-                  .d = mo.data,
-                  .lda = C,
-                  .ldb = mx.pitch,
-                  .ldc = mr.pitch,
-                  .ldd = mo.pitch,
-                  .bias = bias.data,
-                  .beta = residual ? 1.0f : 0.0f});
-}
-
-void CudaKernels::matmul_backward_input(Stream& stream, Tensor dx, Tensor dout, Tensor w,
-                                        bool accumulate) {
-    const char* name = "matmul_backward_input";
-    const DType act = precision_.act;
-    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(dx, name).rows;
-    const Matrix md = matrix(dout, "matmul_backward_input: dout", act, N, O);
-    const Matrix mx = matrix(dx, "matmul_backward_input: dx", act, N, C);
-    expect(w, "matmul_backward_input: w", act, O * C);
-    matmul_->run(name, stream,
-                 {.in = act,
-                  .out = act,
-                  .m = C,
-                  .n = N,
-                  .k = O,
-                  .a = w.data,
-                  .b = md.data,
-                  .c = mx.data,
-                  .d = mx.data,
-                  .lda = C,
-                  .ldb = md.pitch,
-                  .ldc = mx.pitch,
-                  .ldd = mx.pitch,
-                  .beta = accumulate ? 1.0f : 0.0f});
-}
-
 void CudaKernels::matmul_gelu_forward(Stream& stream, Tensor out, Tensor pre, Tensor x, Tensor w,
                                       Tensor bias) {
-    const char* name = "matmul_gelu_forward";
     const DType act = precision_.act;
-    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, name).rows;
+    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(x, "matmul_gelu_forward").rows;
     const Matrix mx = matrix(x, "matmul_gelu_forward: x", act, N, C);
     expect(out, "matmul_gelu_forward: out", act, N * O);
     expect(pre, "matmul_gelu_forward: pre", act, N * O);
     expect(w, "matmul_gelu_forward: w", act, O * C);
     if (bias) expect(bias, "matmul_gelu_forward: bias", act, O);
-    const bool fused = fusable(pre, O) && matmul_->try_run(name, stream,
-                                                           {.in = act,
-                                                            .out = act,
-                                                            .trans_a = true,
-                                                            .m = O,
-                                                            .n = N,
-                                                            .k = C,
-                                                            .a = w.data,
-                                                            .b = mx.data,
-                                                            .c = out.data,
-                                                            .d = out.data,
-                                                            .lda = C,
-                                                            .ldb = mx.pitch,
-                                                            .ldc = O,
-                                                            .ldd = O,
-                                                            .bias = bias.data,
-                                                            .epilogue = Epilogue::gelu,
-                                                            .aux = pre.data});
-    if (!fused) Kernels::matmul_gelu_forward(stream, out, pre, x, w, bias);
+    Product p = times_transposed(matrix(out, "matmul_gelu_forward: out", act, N, O), mx, w);
+    p.bias = bias.data;
+    p.epilogue = Epilogue::gelu;
+    p.aux = pre.data;
+    if (!fusable(pre, O) || !matmul_->try_run("matmul_gelu_forward", stream, p))
+        Kernels::matmul_gelu_forward(stream, out, pre, x, w, bias);
 }
 
 void CudaKernels::matmul_gelu_backward_input(Stream& stream, Tensor dpre, Tensor dout, Tensor w,
                                              Tensor pre) {
-    const char* name = "matmul_gelu_backward_input";
     const DType act = precision_.act;
-    const int64_t O = w.dim(0), C = w.dim(1), N = as_matrix(dout, name).rows;
+    const int64_t O = w.dim(0), C = w.dim(1);
+    const int64_t N = as_matrix(dout, "matmul_gelu_backward_input").rows;
     const Matrix md = matrix(dout, "matmul_gelu_backward_input: dout", act, N, O);
     expect(dpre, "matmul_gelu_backward_input: dpre", act, N * C);
     expect(pre, "matmul_gelu_backward_input: pre", act, N * C);
     expect(w, "matmul_gelu_backward_input: w", act, O * C);
-    const bool fused = fusable(pre, C) && matmul_->try_run(name, stream,
-                                                           {.in = act,
-                                                            .out = act,
-                                                            .m = C,
-                                                            .n = N,
-                                                            .k = O,
-                                                            .a = w.data,
-                                                            .b = md.data,
-                                                            .c = dpre.data,
-                                                            .d = dpre.data,
-                                                            .lda = C,
-                                                            .ldb = md.pitch,
-                                                            .ldc = C,
-                                                            .ldd = C,
-                                                            .epilogue = Epilogue::gelu_backward,
-                                                            .aux = pre.data});
-    if (!fused) Kernels::matmul_gelu_backward_input(stream, dpre, dout, w, pre);
+    Product p = times(matrix(dpre, "matmul_gelu_backward_input: dpre", act, N, C), md, w);
+    p.epilogue = Epilogue::gelu_backward;
+    p.aux = pre.data;
+    if (!fusable(pre, C) || !matmul_->try_run("matmul_gelu_backward_input", stream, p))
+        Kernels::matmul_gelu_backward_input(stream, dpre, dout, w, pre);
 }
 
 void CudaKernels::matmul_backward_weight(Stream& stream, Tensor dw, Tensor db, Tensor dout,
