@@ -1,5 +1,5 @@
 // Bias gradients: column sums of a linear's output gradient, in a fixed order. (cuBLASLt can give
-// them as an epilogue: beside dGELU that takes 3 times the time of both apart; in the weight's
+// them as an epilogue: beside dGELU that takes over twice the time of both apart; in the weight's
 // product it costs about twice this pass at two of three sizes, docs/performance.md.)
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
