@@ -38,6 +38,7 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
     if (o.step) {
         const AttnDims attention{.B = o.B, .S = o.S, .H = model.H, .Hk = model.Hk, .D = model.D};
         const bool shared = o.mesh && o.mesh->shape.sp() > 1;
+        CHECK(!o.record || k.device().records(), ": ", k.device().name(), " does not record");
         require(!o.record || !shared, Exit::usage, "--cuda-graph: this run shares each sequence ",
                 "among ", shared ? o.mesh->shape.sp() : 1, " ranks, whose exchanges depend on the ",
                 "batch; leave it out or give --parallel-mode data_parallel");

@@ -23,8 +23,8 @@ public:
         bool train = true;
         bool document_mask = false;  // batches carry first_key
         Comm* all = nullptr;         // the ranks whose gradients add up; null: this one alone
-        // Forward and backward are recorded and replayed, where the device records and this rank
-        // holds whole sequences.
+        // Forward and backward are recorded and replayed; the device must record, and this rank
+        // hold whole sequences.
         bool record = false;
     };
     Step(Kernels&, const ModelConfig&, const Family&, Parameters&, SeqParallel&, const Options&);

@@ -54,7 +54,12 @@ struct Shape {
             dim[rank++] = d;
         }
     }
-    int64_t operator[](int i) const { return dim[i < 0 ? rank + i : i]; }
+    // From the end when negative.
+    int64_t operator[](int i) const {
+        const int at = i < 0 ? rank + i : i;
+        CHECK(at >= 0 && at < rank, ": dimension ", i, " of ", rank);
+        return dim[at];
+    }
     int64_t numel() const {
         int64_t n = 1;
         for (int i = 0; i < rank; ++i) n *= dim[i];

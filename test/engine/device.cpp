@@ -113,6 +113,10 @@ TEST_CASE("a micro-batch is recorded the second time it is as before, then repla
         EXPECT_EQ(again(0.25), "data()" + queued);  // another number of targets
         EXPECT_EQ(again(0.25), "data()[" + queued + "]replay");
     }
+    const auto cpu = make_cpu_kernels(DType::f64);
+    EXPECT_THROWS_AS(
+        Machine(*cpu, t.model, family("llama"), t.settings, {.B = 2, .S = 16, .record = true}),
+        Error);
     ranges.clear();
     m.step->forward(m.stream(), b);  // evaluation is not recorded
     EXPECT_EQ(ranges, "data()forward(layer 0()layer 1())head()");
