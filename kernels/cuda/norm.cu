@@ -173,18 +173,19 @@ __global__ void __launch_bounds__(kLongThreads) norm_forward_long_kernel(const N
 }
 
 // dx = before + rstd * (g - mean(g) - hat * mean(g * hat)) with g = dout * w, hat = (x - mean) *
-// rstd, and means over the row; no mean(g) in RMSNorm.
+// rstd, and means over the row; no mean(g) in RMSNorm. g - mean(g) first: where x hardly varies
+// rstd is large, and rstd * g and rstd * mean(g) would each round to more than their difference.
 struct RowGradient {
     float mean, rstd, shift, slope;
 
     __device__ RowGradient(float mean_, float rstd_, Pair sums, int C, bool layernorm)
         : mean(mean_),
           rstd(rstd_),
-          shift(layernorm ? rstd * sums.a / float(C) : 0.0f),
+          shift(layernorm ? sums.a / float(C) : 0.0f),
           slope(rstd * rstd * rstd * sums.b / float(C)) {}
     // sums: of g and of g * (x - mean)
     __device__ __forceinline__ float operator()(float before, float x, float g) const {
-        return (before - shift) + rstd * g - slope * (x - mean);
+        return before + rstd * (g - shift) - slope * (x - mean);
     }
 };
 
