@@ -13,6 +13,7 @@ enum class Recompute : uint8_t { none, attention_out, full };
 enum class Schedule : uint8_t { cosine, linear, constant, wsd };
 enum class ResumeMode : uint8_t { automatic, must, never };
 enum class AttentionKernels : uint8_t { flash, cudnn };
+enum class CudaGraph : uint8_t { automatic, on, off };
 
 struct Config {
     // model and data
@@ -50,8 +51,8 @@ struct Config {
     std::string tune_matmul;           // GPU: file of timed matmul choices; empty = none
     int threads = 0;                   // CPU backend; 0 = all cores
     Recompute recompute = Recompute::none;
-    bool deterministic = true;  // off: attention may add in any order
-    bool cuda_graph = false;    // forward and backward as one launch each
+    bool deterministic = true;                    // off: attention may add in any order
+    CudaGraph cuda_graph = CudaGraph::automatic;  // forward and backward as one launch
     AttentionKernels attention = AttentionKernels::flash;
     bool plan = false;       // print the memory plan and stop
     bool verify_sp = false;  // compare the ranks with one alone before training

@@ -131,9 +131,9 @@ std::vector<Option> machine_options() {
          "on a GPU: off adds up attention's gradients in any order, which is faster; last bits then "
          "differ between runs",
          &C::deterministic, {0, 0}, off_on},
-        {"cuda-graph", g, "on|off",
-         "on a GPU: launch forward and backward as one CUDA graph; for small steps",
-         &C::cuda_graph, {0, 0}, off_on},
+        {"cuda-graph", g, "WHEN",
+         "auto, on, off: launch forward and backward as one CUDA graph; auto: one GPU, no profiler",
+         &C::cuda_graph, {0, 0}, {"auto", "on", "off"}},
         {"plain-matmul", g, "", "CPU: loops instead of BLAS, the same bits on every machine",
          &C::plain_matmul, {0, 0}, off_on},
         {"plan", g, "", "print the memory plan and stop; --device cuda needs no GPU for it",

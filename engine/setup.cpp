@@ -128,7 +128,7 @@ Setup make_setup(const Config& c, int gpu) {
         s.model.max_T = std::max(s.model.max_T, c.seq_length);
     }
     s.cuda = device == "cuda";
-    require(s.cuda || !c.cuda_graph, Exit::no_device,
+    require(s.cuda || c.cuda_graph != CudaGraph::on, Exit::no_device,
             "--cuda-graph: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
     validate(s.model);
     s.family = &family(s.model.family);

@@ -49,19 +49,27 @@ int64_t micro_batches(const Config& c, const World& world) {
     return all / together;
 }
 
-}  // namespace
+// A graph has no ranges for a profiler, and with several ranks sums of gradients could not begin
+// before its end.
+bool uses_graph(const Config& c, const Setup& setup, const World& world) {
+    if (c.cuda_graph != CudaGraph::automatic) return c.cuda_graph == CudaGraph::on;
+    return setup.cuda && world.size() == 1 && c.profile_steps.empty();
+}
 
-Machine::Options training_options(const Config& c, const ModelConfig& model, World& world) {
+// How a training run uses its machine.
+Machine::Options training_options(const Config& c, const Setup& setup, World& world) {
     return {.B = c.micro_batch_size,
             .S = c.seq_length,
             .recompute = c.recompute,
             .document_mask = c.document_mask,
-            .sample_context = c.sample_every ? sample_context(c, model, 1) : 0,
+            .sample_context = c.sample_every ? sample_context(c, setup.model, 1) : 0,
             .mesh = &world.mesh(),
             .mode = world.choice().mode,
             .all = world.size() > 1 ? &world.data() : nullptr,
-            .record = c.cuda_graph};
+            .record = uses_graph(c, setup, world)};
 }
+
+}  // namespace
 
 Trainer::Trainer(const Config& c, World& world)
     : c_(c), world_(world), setup_(make_setup(c, world.local_rank())) {
@@ -89,7 +97,7 @@ Trainer::Trainer(const Config& c, World& world)
     if (c.verify_sp) verify_sp(c, setup_, world);
     open_store();
     machine_ = std::make_unique<Machine>(*setup_.kernels, m, *setup_.family, c,
-                                         training_options(c, m, world));
+                                         training_options(c, setup_, world));
     machine_->allocate();
     world.say("memory: ", human_bytes(machine_->device_bytes()),
               " on the device, as planned (--plan shows the parts)");

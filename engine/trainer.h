@@ -13,9 +13,6 @@
 
 namespace torus {
 
-// How a training run uses its machine.
-Machine::Options training_options(const Config&, const ModelConfig&, World&);
-
 class Trainer {
 public:
     Trainer(const Config&, World&);
