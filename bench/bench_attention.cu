@@ -1,5 +1,6 @@
 // Our attention and cuDNN's in one process, alternating, on random data: TFLOP/s per shape.
-//   bench_attention [--ms N] [--rounds N] [--json FILE]
+//   bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]   D:S: only shapes with that head
+//                                                                   dim and sequence length
 // Each figure is the better of N medians (2) of bursts of N ms (35), each after a pause of 80 ms:
 // the pause lets every burst start from the same clock and temperature, hot the chip is slower.
 // Backward includes the delta pass. FLOP are counted as usual: forward 4 B H S^2 D, halved when
@@ -40,6 +41,11 @@ struct Settings {
     double burst_ms = 35;
     int rounds = 2;
     std::string json;
+    std::vector<std::pair<int64_t, int64_t>> only;  // head dim and length; empty: all shapes
+
+    bool wants(const Problem& p) const {
+        return only.empty() || std::count(only.begin(), only.end(), std::pair{p.D, p.S}) > 0;
+    }
 };
 
 // Bits of a hash: uniform noise, which attention finds as hard as any.
@@ -227,13 +233,24 @@ void write_json(const std::string& path, const std::string& device, const std::v
 
 Settings parse(int argc, char** argv) {
     Settings s;
-    for (int i = 1; i < argc; i += 2) {
-        const std::string flag = argv[i];
-        require(i + 1 < argc && (flag == "--ms" || flag == "--rounds" || flag == "--json"),
-                Exit::usage, "usage: bench_attention [--ms N] [--rounds N] [--json FILE]");
-        if (flag == "--ms") s.burst_ms = std::atof(argv[i + 1]);
-        if (flag == "--rounds") s.rounds = std::max(1, std::atoi(argv[i + 1]));
-        if (flag == "--json") s.json = argv[i + 1];
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i];
+        long D = 0, S = 0;
+        char rest = 0;
+        if (std::sscanf(argv[i], "%ld:%ld%c", &D, &S, &rest) == 2) {
+            s.only.emplace_back(D, S);
+            const bool known = std::any_of(std::begin(shapes), std::end(shapes),
+                                           [&](auto& p) { return p.D == D && p.S == S; });
+            require(known, Exit::usage, word, ": no such shape; without any D:S all are timed");
+            continue;
+        }
+        require(i + 1 < argc && (word == "--ms" || word == "--rounds" || word == "--json"),
+                Exit::usage,
+                "usage: bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]");
+        const char* const value = argv[++i];
+        if (word == "--ms") s.burst_ms = std::atof(value);
+        if (word == "--rounds") s.rounds = std::max(1, std::atoi(value));
+        if (word == "--json") s.json = value;
     }
     return s;
 }
@@ -252,6 +269,7 @@ int main(int argc, char** argv) {
             "| cuDNN |\n|---|---|---|---|---|---|---|---|---|\n");
         std::vector<Row> rows;
         for (const Problem& s : shapes) {
+            if (!settings.wants(s)) continue;
             rows.push_back(bench.time(s));
             print(rows.back());
         }

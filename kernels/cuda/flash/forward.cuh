@@ -17,6 +17,10 @@ struct ForwardTile {
     static constexpr int d = D, n = N, consumers = 2, m = 64 * consumers;
     static constexpr int threads = 128 * (1 + consumers), stages = 2;
     static constexpr int producer_registers = 40, consumer_registers = 232;
+    // The code of the consumers once for each warpgroup and stage, so that the addresses of tiles
+    // are constants. At D 64, where fewer cycles go by between its instructions, so much code comes
+    // too slowly from the instruction cache.
+    static constexpr bool copies = D == 128;
     static constexpr uint32_t q_bytes = m * D * 2, kv_bytes = N * D * 2;
     static constexpr int shared_bytes = q_bytes + 2 * stages * kv_bytes + 1024;  // 1024: alignment
 };
@@ -68,7 +72,9 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
     const uint32_t v_tile = k_tile + Tile::stages * Tile::kv_bytes;
     const bool leader = threadIdx.x == 0;
     if (leader) tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
-    int loads = 0, q_loads = 0;  // key tiles and query tiles so far: number -> stage and phase
+    // Key tiles loaded into either stage, and query tiles. With copies the first keys of a query
+    // tile always go to stage 0.
+    int uses[2] = {0, 0}, q_loads = 0;
     int tile = blockIdx.x;
     for (int turn = 0;; ++turn) {
         ForwardWork w{-1, -1, 0, 0, 0, 0};
@@ -86,26 +92,28 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
         if (w.head < 0) break;
         if (leader && w.begin < w.end) {
             const int batch = w.head / p.heads, head = w.head % p.heads, kv = head / p.group;
+            const int start = Tile::copies ? 0 : (uses[0] + uses[1]) % 2;
             auto load = [&](const CUtensorMap* map, uint32_t to, uint64_t* full, uint64_t* empty,
-                            int number, int row) {
-                const int stage = number % Tile::stages;
-                barrier_wait(empty + stage, (number / Tile::stages + 1) % 2);
+                            int i, int row) {
+                const int stage = (start + i) % 2;
+                barrier_wait(empty + stage, ((stage ? uses[1] : uses[0]) + i / 2 + 1) % 2);
                 barrier_expect(full + stage, Tile::kv_bytes);
                 tma_load(to + stage * Tile::kv_bytes, map, full + stage, row, kv, batch,
                          keep_in_l2);
             };
             const int count = w.end - w.begin, top = w.end - 1;
-            load(&p.k, k_tile, bar.k_full, bar.k_empty, loads, top * Tile::n);
+            load(&p.k, k_tile, bar.k_full, bar.k_empty, 0, top * Tile::n);
             barrier_wait(&bar.q_empty, (q_loads + 1) % 2);
             barrier_expect(&bar.q_full, Tile::q_bytes);
             tma_load(q_tile, &p.q, &bar.q_full, w.m * Tile::m, head, batch, pass_through);
 #pragma unroll 1
             for (int i = 1; i < count; ++i) {
-                load(&p.k, k_tile, bar.k_full, bar.k_empty, loads + i, (top - i) * Tile::n);
-                load(&p.v, v_tile, bar.v_full, bar.v_empty, loads + i - 1, (top - i + 1) * Tile::n);
+                load(&p.k, k_tile, bar.k_full, bar.k_empty, i, (top - i) * Tile::n);
+                load(&p.v, v_tile, bar.v_full, bar.v_empty, i - 1, (top - i + 1) * Tile::n);
             }
-            load(&p.v, v_tile, bar.v_full, bar.v_empty, loads + count - 1, w.begin * Tile::n);
-            loads += count, ++q_loads;
+            load(&p.v, v_tile, bar.v_full, bar.v_empty, count - 1, w.begin * Tile::n);
+            const int more = (count + 1) / 2, fewer = count / 2;
+            uses[0] += start ? fewer : more, uses[1] += start ? more : fewer, ++q_loads;
         }
         tile = __shfl_sync(~0u, next, 0);
     }
@@ -196,99 +204,153 @@ DEVICE void forward_store(const ForwardParams& p, int head_number, int row0, flo
     }
 }
 
-template <class Tile>
-DEVICE void forward_consume(const ForwardParams& p, ForwardBarriers& bar, const ForwardWork* slots,
-                            uint32_t shared, int group) {
+// A consumer warpgroup. Group: an int, or such a constant; `stage`, `here` and `next` likewise.
+template <class Tile, class Group>
+struct ForwardConsumer {
     using T = typename Tile::Element;
-    constexpr int D = Tile::d, N = Tile::n, stages = Tile::stages;
-    const uint32_t q_tile = shared + group * (64 * 128);  // this warpgroup's rows of each panel
-    const uint32_t k_tile = shared + Tile::q_bytes;
-    const uint32_t v_tile = k_tile + Tile::stages * Tile::kv_bytes;
-    const int lane = threadIdx.x % 32;
-    const bool elected = threadIdx.x % 128 == 0;
-    const int row_in_tile = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    int loads = 0, q_loads = 0;
-
+    static constexpr int D = Tile::d, N = Tile::n;
+    const ForwardParams& p;
+    ForwardBarriers& bar;
+    const uint32_t shared;
+    const Group group;
+    // Parities of the loads to wait for, by stage; where the keys of the next query tile begin.
+    uint32_t k_phases = 0, v_phases = 0, q_phase = 0;
+    int start = 0;
     float s[N / 2], o[D / 2];
     uint32_t probability[N / 4];
-    auto scores = [&](int stage) {  // s = Q K^T, asynchronous
+    Softmax<N> soft;
+    int low[2], high[2];  // the keys of this thread's two rows
+
+    DEVICE bool elected() const { return threadIdx.x % 128 == 0; }
+
+    template <class Stage>
+    DEVICE void scores(Stage stage) {                         // s = Q K^T, asynchronous
+        const uint32_t q_tile = shared + group * (64 * 128);  // this warpgroup's rows of each panel
+        const uint32_t k_tile = shared + Tile::q_bytes + stage * Tile::kv_bytes;
+        barrier_wait(&bar.k_full[stage], k_phases >> stage & 1);
+        k_phases ^= 1 << stage;
         wgmma_fence();
-        UNROLL for (int k = 0; k < D / 16; ++k) wgmma_ss<T, N, 0, 0>(
-            s, k_major<Tile::m>(q_tile, k), k_major<N>(k_tile + stage * Tile::kv_bytes, k), k > 0);
+        UNROLL for (int k = 0; k < D / 16; ++k)
+            wgmma_ss<T, N, 0, 0>(s, k_major<Tile::m>(q_tile, k), k_major<N>(k_tile, k), k > 0);
         wgmma_commit();
-    };
-    auto output = [&](int stage, bool add) {  // o (+)= P V, asynchronous
-        wgmma_fence();
-        UNROLL for (int k = 0; k < N / 16; ++k) wgmma_rs<T, D, 1>(
-            o, probability + 4 * k, mn_major<N>(v_tile + stage * Tile::kv_bytes, k), add || k > 0);
-        wgmma_commit();
-    };
-    for (int turn = 0;; ++turn) {
-        barrier_wait(&bar.work_full[turn % 2], turn / 2 % 2);
-        const ForwardWork w = slots[turn % 2];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&bar.work_empty[turn % 2]);
-        if (w.head < 0) break;
-        const int row = w.m * Tile::m + row_in_tile, batch = w.head / p.heads;
-        int low[2], high[2];
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const bool inside = row + 8 * r < p.mask.queries;
-            low[r] = inside ? p.mask.low(batch, row + 8 * r) : 0;
-            high[r] = inside ? p.mask.high(row + 8 * r) : 0;
-        }
-        Softmax<N> soft;
-        auto hide = [&](int n) {
-            if (n >= w.full_end || n < w.full_begin)
-                soft.mask(s, n * N + 2 * (lane % 4), low, high);
-        };
-        if (w.begin < w.end) {
-            int here = loads % stages, phase = loads / stages % 2;  // of the key tile in hand
-            barrier_wait(&bar.q_full, q_loads % 2);
-            barrier_wait(&bar.k_full[here], phase);
-            scores(here);
-            wgmma_wait<0>();
-            pin(s);
-            if (elected) barrier_arrive(&bar.k_empty[here]);
-            hide(w.end - 1);
-            soft.step(s, p.scale_log2);
-            repack<T>(s, probability);
-            bool add = false;
-            for (int n = w.end - 2; n >= w.begin; --n) {
-                const int next = here + 1 == stages ? 0 : here + 1;
-                const int next_phase = next == 0 ? phase ^ 1 : phase;
-                barrier_wait(&bar.k_full[next], next_phase);
-                scores(next);
-                barrier_wait(&bar.v_full[here], phase);
-                output(here, add);
-                add = true;
-                wgmma_wait<1>();
-                pin(s);
-                if (elected) barrier_arrive(&bar.k_empty[next]);
-                hide(n);
-                soft.step(s, p.scale_log2);
-                // Never true. It makes the branch depend on every probability, so that ptxas cannot
-                // move their computation behind the wait, away from under the product.
-                if (soft.sum[0] < 0 || soft.sum[1] < 0) __trap();
-                wgmma_wait<0>();
-                pin(o);
-                if (elected) barrier_arrive(&bar.v_empty[here]);
-                repack<T>(s, probability);
-                if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
-                    UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
-                here = next, phase = next_phase;
-            }
-            if (elected) barrier_arrive(&bar.q_empty);
-            barrier_wait(&bar.v_full[here], phase);
-            output(here, add);
-            wgmma_wait<0>();
-            pin(o);
-            if (elected) barrier_arrive(&bar.v_empty[here]);
-            loads += w.end - w.begin, ++q_loads;
-        } else {
-            UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
-        }
-        forward_store<T, D>(p, w.head, row, o, soft.top, soft.sum);
     }
+    template <class Stage>
+    DEVICE void output(Stage stage) {  // o += P V, asynchronous
+        const uint32_t v_tile = shared + Tile::q_bytes + (Tile::stages + stage) * Tile::kv_bytes;
+        barrier_wait(&bar.v_full[stage], v_phases >> stage & 1);
+        v_phases ^= 1 << stage;
+        wgmma_fence();
+        UNROLL for (int k = 0; k < N / 16; ++k)
+            wgmma_rs<T, D, 1>(o, probability + 4 * k, mn_major<N>(v_tile, k), 1);
+        wgmma_commit();
+    }
+    DEVICE void hide(const ForwardWork& w, int n) {
+        if (n >= w.full_end || n < w.full_begin)
+            soft.mask(s, n * N + 2 * (threadIdx.x % 4), low, high);
+    }
+
+    // The first scores of a query tile.
+    template <class Stage>
+    DEVICE void begin(const ForwardWork& w, Stage stage) {
+        scores(stage);
+        wgmma_wait<0>();
+        pin(s);
+        if (elected()) barrier_arrive(&bar.k_empty[stage]);
+        hide(w, w.end - 1);
+        soft.step(s, p.scale_log2);
+        repack<T>(s, probability);
+    }
+    // The scores of key tile n, which lies in stage `next`, and the output of the one before.
+    template <class Stage, class Next>
+    DEVICE void step(const ForwardWork& w, int n, Stage here, Next next) {
+        scores(next);
+        output(here);
+        wgmma_wait<1>();
+        pin(s);
+        if (elected()) barrier_arrive(&bar.k_empty[next]);
+        hide(w, n);
+        soft.step(s, p.scale_log2);
+        // Never true. It makes the branch depend on every probability, so that ptxas cannot move
+        // their computation behind the wait, away from under the product.
+        if (soft.sum[0] < 0 || soft.sum[1] < 0) __trap();
+        wgmma_wait<0>();
+        pin(o);
+        if (elected()) barrier_arrive(&bar.v_empty[here]);
+        repack<T>(s, probability);
+        if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
+            UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
+    }
+    template <class Stage>
+    DEVICE void finish(Stage here) {
+        if (elected()) barrier_arrive(&bar.q_empty);
+        output(here);
+        wgmma_wait<0>();
+        pin(o);
+        if (elected()) barrier_arrive(&bar.v_empty[here]);
+    }
+
+    // All key tiles of a query tile.
+    DEVICE void walk(const ForwardWork& w) {
+        constexpr std::integral_constant<int, 0> first;
+        constexpr std::integral_constant<int, 1> second;
+        barrier_wait(&bar.q_full, q_phase);
+        q_phase ^= 1;
+        int n = w.end - 2;
+        if constexpr (Tile::copies) {
+            begin(w, first);
+#pragma unroll 1
+            for (; n > w.begin; n -= 2) {
+                step(w, n, first, second);
+                step(w, n - 1, second, first);
+            }
+            if (n == w.begin) {
+                step(w, n, first, second);
+                finish(second);
+            } else {
+                finish(first);
+            }
+        } else {
+            int here = start;
+            begin(w, here);
+#pragma unroll 1
+            for (; n >= w.begin; --n) {
+                step(w, n, here, here ^ 1);
+                here ^= 1;
+            }
+            finish(here);
+            start = here ^ 1;
+        }
+    }
+
+    DEVICE void run(const ForwardWork* slots) {
+        const int lane = threadIdx.x % 32;
+        const int row_in_tile = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+        for (int turn = 0;; ++turn) {
+            barrier_wait(&bar.work_full[turn % 2], turn / 2 % 2);
+            ForwardWork w = slots[turn % 2];
+            // The same for all threads to the compiler, too.
+            w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
+            w.head = __shfl_sync(~0u, w.head, 0);
+            if (lane == 0) barrier_arrive(&bar.work_empty[turn % 2]);
+            if (w.head < 0) break;
+            const int row = w.m * Tile::m + row_in_tile, batch = w.head / p.heads;
+            UNROLL for (int r = 0; r < 2; ++r) {
+                const bool inside = row + 8 * r < p.mask.queries;
+                low[r] = inside ? p.mask.low(batch, row + 8 * r) : 0;
+                high[r] = inside ? p.mask.high(row + 8 * r) : 0;
+            }
+            soft = {};
+            UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
+            if (w.begin < w.end) walk(w);
+            forward_store<T, D>(p, w.head, row, o, soft.top, soft.sum);
+        }
+    }
+};
+
+template <class Tile, class Group>
+DEVICE ForwardConsumer<Tile, Group> forward_consumer(const ForwardParams& p, ForwardBarriers& bar,
+                                                     uint32_t shared, Group group) {
+    return {p, bar, shared, group};
 }
 
 template <class Tile>
@@ -318,7 +380,12 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         if (threadIdx.x < 32) forward_produce<Tile>(p, bar, slots, shared);
     } else {
         registers_grow<Tile::consumer_registers>();
-        forward_consume<Tile>(p, bar, slots, shared, group - 1);
+        if constexpr (!Tile::copies)
+            forward_consumer<Tile>(p, bar, shared, group - 1).run(slots);
+        else if (group == 1)
+            forward_consumer<Tile>(p, bar, shared, std::integral_constant<int, 0>{}).run(slots);
+        else
+            forward_consumer<Tile>(p, bar, shared, std::integral_constant<int, 1>{}).run(slots);
     }
 #endif
 }

@@ -14,20 +14,22 @@
 
 namespace torus::flash {
 
-// A shared-memory matrix descriptor without its address: swizzle 128 B, 8-row groups 1024 B apart.
-DEVICE uint64_t descriptor(uint32_t address, uint32_t panel_bytes) {
-    return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(panel_bytes >> 4) << 16 |
-           uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// The shared-memory matrix descriptor of what lies `offset` bytes into a tile: swizzle 128 B, 8-row
+// groups 1024 B apart. The offset is a constant, and added last: an instruction or two for each
+// product, and the address below 2^18 needs no mask.
+DEVICE uint64_t descriptor(uint32_t tile, uint32_t offset, uint32_t panel_bytes) {
+    const uint32_t low = (tile >> 4) + ((offset >> 4) + (panel_bytes >> 4 << 16));
+    return uint64_t(low) | uint64_t((1024 >> 4) | 1u << 30) << 32;
 }
 // The k-th slice of 16 of a tile of `rows` rows: along the elements (K-major) or the rows
 // (MN-major).
 template <int Rows>
 DEVICE uint64_t k_major(uint32_t tile, int k) {
-    return descriptor(tile + k / 4 * (Rows * 128) + k % 4 * 32, 16);
+    return descriptor(tile, k / 4 * (Rows * 128) + k % 4 * 32, 16);
 }
 template <int Rows>
 DEVICE uint64_t mn_major(uint32_t tile, int k) {
-    return descriptor(tile + k * 2048, Rows * 128);
+    return descriptor(tile, k * 2048, Rows * 128);
 }
 
 // Operand lists of N / 2 accumulators: their names in the text, and their constraints.
