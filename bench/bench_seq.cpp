@@ -4,9 +4,10 @@
 // results are compared with one rank's first: a mode that is wrong has no rate.
 //
 //   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME] [--batch B] [--seq S]
-//   [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
+//   [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N] [--head-slices N]
 //
 // --documents: sequences of packed documents of log-normal length, N tokens at the median.
+// --head-slices: parts of the heads in Ulysses, whose exchanges and attention overlap; 0 = chosen.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
 #include <algorithm>
 #include <chrono>
@@ -58,7 +59,7 @@ private:
 struct Settings {
     std::string device = "cpu", mode;
     AttnDims d{1, 1024, 8, 8, 64};
-    int ranks = 0, threads = 0, repeats = 5;
+    int ranks = 0, threads = 0, repeats = 5, head_slices = 0;
     int64_t documents = 0;  // median length; 0 = one document
 };
 
@@ -88,6 +89,8 @@ Settings parse(int argc, char** argv) {
             s.threads = int(number());
         } else if (flag == "--repeats") {
             s.repeats = int(number());
+        } else if (flag == "--head-slices") {
+            s.head_slices = int(number());
         } else {
             fail(Exit::usage, flag, ": unknown; see the head of bench/bench_seq.cpp");
         }
@@ -321,7 +324,7 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
         Mesh mesh = make_mesh(*device, choice.shape);
         for (auto* axis : {&mesh.ring, &mesh.ulysses})
             *axis = std::make_unique<SwitchedComm>(std::move(*axis), silent);
-        const auto seq = make_seq_parallel(mode.name, k, mesh, d);
+        const auto seq = make_seq_parallel(mode.name, k, mesh, d, settings.head_slices);
         Run run(k, *seq, d, first_key);
         const Times t = measure(run, *host, settings.repeats);
         const double error = compare(run, *host, want);

@@ -88,7 +88,9 @@ struct ParallelChoice {
 ParallelChoice choose_parallel(const ParallelRequest&, const AttnDims&);
 
 // `mesh` must be of a shape that choose_parallel gave for this mode, and must outlive the result.
+// head_slices: in Ulysses, parts of the heads whose exchanges and attention overlap; a divisor of
+// Hk, 0 = chosen from the shape.
 std::unique_ptr<SeqParallel> make_seq_parallel(const std::string& mode, Kernels&, Mesh& mesh,
-                                               const AttnDims&);
+                                               const AttnDims&, int head_slices = 0);
 
 }  // namespace torus

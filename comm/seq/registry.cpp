@@ -201,7 +201,7 @@ ParallelChoice choose_parallel(const ParallelRequest& ask, const AttnDims& d) {
 }
 
 std::unique_ptr<SeqParallel> make_seq_parallel(const std::string& name, Kernels& k, Mesh& mesh,
-                                               const AttnDims& d) {
+                                               const AttnDims& d, int head_slices) {
     check_dims(d);
     const Entry& e = find_entry(name);
     require((mesh.shape.ring == 1 || e.mode.ring) && (mesh.shape.ulysses == 1 || e.mode.ulysses),
@@ -218,7 +218,7 @@ std::unique_ptr<SeqParallel> make_seq_parallel(const std::string& name, Kernels&
                          group = size_t(mesh.ring_rank)](const int32_t* first_key) {
         return (by_work ? balanced_placement(standing, first_key, d.B, d.S) : standing)[group];
     };
-    return make_ulysses_attention(k, *mesh.ulysses, d, tokens, inner);
+    return make_ulysses_attention(k, *mesh.ulysses, d, tokens, inner, head_slices);
 }
 
 }  // namespace torus

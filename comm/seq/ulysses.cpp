@@ -1,362 +1,141 @@
-// One message per sequence and rank carries q, k and v together: the receiver needs no unpacking,
-// because the kernels take q, k and v with a pitch. On the way back it is the sender who needs no
-// packing. The softmax statistics follow (1/D of the bytes), and in backward the sums of dout * o,
-// so that o itself stays where it is.
-//
-// Names: U ranks; rank u has heads_[u] and, of the group's Tg tokens, rows_[u].
+// The heads go in slices. All slices are packed and sent at once; while attention works on one, the
+// next ones are on their way, and the results of those before go home: what attention does not hide
+// is the way out of the first slice and the way home of the last.
 #include "comm/seq/ulysses.h"
 
-#include <algorithm>
-
+#include "comm/seq/head_slice.h"
 #include "comm/seq/tensors.h"
 
 namespace torus {
 namespace {
 
-using List = std::vector<Message>;
+constexpr int most_slices = 2;                       // 4 were slower: attention of few heads
+constexpr int64_t least_message = int64_t(4) << 20;  // bytes; smaller ones gain less than they cost
 
-// The heads that one rank computes: queries [q, q + queries), keys and values [k, k + keys).
-struct HeadShare {
-    explicit HeadShare(std::vector<HeadGroup> of_rank) : groups(std::move(of_rank)) {
-        if (groups.empty()) return;
-        q = groups.front().q;
-        k = groups.front().k;
-        queries = groups.back().q + groups.back().queries - q;
-        keys = groups.back().k + groups.back().keys - k;
+// As many slices as leave every rank whole kv heads in each.
+int choose_slices(const AttnDims& d, int ranks, DType act) {
+    const int64_t tokens = d.B * d.S / ranks;
+    for (int n = most_slices; n > 1; --n) {
+        const int64_t heads = (d.H + 2 * d.Hk) / (n * ranks);
+        if (d.Hk % (n * ranks) == 0 && tokens * heads * d.D * size_of(act) >= least_message)
+            return n;
     }
-    std::vector<HeadGroup> groups;
-    int64_t q = 0, queries = 0, k = 0, keys = 0;
-    bool has_key(int64_t head) const { return head >= k && head < k + keys; }
-};
+    return 1;
+}
 
 class UlyssesAttention final : public SeqParallel {
 public:
     UlyssesAttention(Kernels& k, Comm& comm, const AttnDims& d, GroupTokens tokens,
-                     const MakeInner& make_inner)
-        : k_(k),
-          comm_(comm),
-          d_(d),
-          me_(comm.rank()),
-          tokens_(std::move(tokens)),
-          Tg_(count_tokens(tokens_(nullptr))) {
-        for (int u = 0; u < comm.size(); ++u) {
-            heads_.emplace_back(head_groups(d.H, d.Hk, comm.size(), u));
-            rows_.push_back(part_of(Tg_, comm.size(), u));
-        }
+                     const MakeInner& make_inner, int slices)
+        : device_(k.device()), comm_(comm), tokens_(std::move(tokens)) {
+        if (slices == 0) slices = choose_slices(d, comm.size(), k.precision().act);
+        CHECK(d.Hk % slices == 0, ": ", slices, " slices of ", d.Hk, " kv heads");
+        const AttnDims part{d.B, d.S, d.H / slices, d.Hk / slices, d.D};
+        for (int i = 0; i < slices; ++i)
+            slices_.emplace_back(k, comm, part, i, tokens_(nullptr), make_inner);
+        heads_ = part.H, kv_heads_ = part.Hk;
         place(nullptr);
-        for (const HeadGroup& g : mine().groups)
-            inner_.push_back(
-                make_inner({d.B, d.S, g.queries, g.keys, d.D}, concat("seq/heads", g.q)));
-        lay_out();
+    }
+    ~UlyssesAttention() override {
+        if (arrived_.empty()) return;
+        device_.destroy(stream_);
+        device_.destroy(ready_);
+        device_.destroy(leaving_);
+        for (Event& e : arrived_) device_.destroy(e);
     }
 
     std::vector<TokenRun> placement() const override { return placement_; }
 
     void plan(Layout& device, Layout& pinned) const override {
-        device.add("seq/ulysses", DType::u8, {std::max(forward_.bytes(), backward_.bytes())});
-        for (const auto& inner : inner_) inner->plan(device, pinned);
+        for (const HeadSlice& slice : slices_) slice.plan(device, pinned);
     }
-
-    WorkspaceDims workspace() const override {
-        // A rank without heads makes no call; the least that kernels can size is then as good.
-        WorkspaceDims all{
-            .rows = d_.B, .heads = 1, .kv_heads = 1, .head_dim = d_.D, .batch = d_.B, .keys = 1};
-        for (const auto& inner : inner_) {
-            const WorkspaceDims one = inner->workspace();
-            all.rows = std::max(all.rows, one.rows);
-            all.heads = std::max(all.heads, one.heads);
-            all.kv_heads = std::max(all.kv_heads, one.kv_heads);
-            all.keys = std::max(all.keys, one.keys);
-        }
-        return all;
-    }
+    WorkspaceDims workspace() const override { return slices_[0].workspace(); }
 
     void bind(const Arena& device, const Arena& pinned) override {
-        base_ = device["seq/ulysses"].data;
-        for (const auto& inner : inner_) inner->bind(device, pinned);
+        CHECK(arrived_.empty(), ": bound twice");
+        for (HeadSlice& slice : slices_) slice.bind(device, pinned);
+        stream_ = device_.make_stream(/*high_priority=*/true);
+        ready_ = device_.make_event();
+        leaving_ = device_.make_event();
+        for (size_t i = 0; i < slices_.size(); ++i) arrived_.push_back(device_.make_event());
     }
 
     void set_documents(const int32_t* first_key) override {
         place(first_key);
-        for (const auto& inner : inner_) inner->set_documents(first_key);
+        for (HeadSlice& slice : slices_) slice.set_documents(first_key);
     }
-    double imbalance() const override {
-        const double heads = double((d_.H + comm_.size() - 1) / comm_.size()) * comm_.size();
-        return heads / double(d_.H) * (inner_.empty() ? 1.0 : inner_[0]->imbalance());
-    }
+    double imbalance() const override { return slices_[0].imbalance(); }
 
-    void forward(Stream& s, const AttnIn& in) override;
-    void backward(Stream& s, const AttnGradIn& g) override;
+    void forward(Stream& s, const AttnIn& in) override { run(s, in); }
+    void backward(Stream& s, const AttnGradIn& g) override { run(s, g); }
 
 private:
-    int ranks() const { return comm_.size(); }
-    const HeadShare& mine() const { return heads_[size_t(me_)]; }
-    int64_t T() const { return rows_[size_t(me_)].count; }
-
-    void lay_out();
     void place(const int32_t* first_key) {
-        placement_ = sub_runs(tokens_(first_key), rows_[size_t(me_)].begin, T());
-    }
-    Tensor buffer(const Layout& l, const std::string& what) const { return l.tensor(what, base_); }
-    // Tokens of rank u among the group's rows of `t`, which are its dimension `axis`.
-    Tensor rows_of(const Tensor& t, int axis, int u) const {
-        return t.slice(axis, rows_[size_t(u)].begin, rows_[size_t(u)].count);
-    }
-    // Statistics (B,queries,Tg) of a group of my heads; the groups lie one after the other.
-    Tensor group_stats(const Tensor& all, const HeadGroup& g) const {
-        return all.slice(0, (g.q - mine().q) * d_.B * Tg_, g.queries * d_.B * Tg_)
-            .view({d_.B, g.queries, Tg_});
-    }
-    void each_sequence(List& list, int peer, const Tensor& t) const {
-        for (int64_t b = 0; b < d_.B; ++b) list.push_back({peer, t.rows(b, 1)});
+        const Runs group = tokens_(first_key);
+        const TokenRun mine = part_of(count_tokens(group), comm_.size(), comm_.rank());
+        placement_ = sub_runs(group, mine.begin, mine.count);
     }
 
-    void tokens_to_heads(Stream& s, const Layout& l, const std::vector<Tensor>& per_query,
-                         const Tensor& k, const Tensor& v, const Tensor& first_key, List& sends,
-                         List& recvs);
-    void heads_to_tokens(const Tensor& heads, const Layout& l, List& sends, List& recvs) const;
-    Tensor returned(const Tensor& heads, const Layout& l, int u) const;
-    void sum_over_ranks(Stream& s, const Tensor& dheads, const Tensor& out, bool values);
+    // The heads of slice i of tensors whose heads are dimension `axis`; absent ones stay so.
+    void cut(int i, int64_t heads, int axis, std::initializer_list<Tensor*> tensors) const {
+        for (Tensor* t : tensors)
+            if (present(*t)) *t = t->slice(axis, i * heads, heads);
+    }
+    AttnIn part(AttnIn in, int i) const {
+        cut(i, heads_, 2, {&in.q, &in.o});
+        cut(i, kv_heads_, 2, {&in.k, &in.v});
+        cut(i, heads_, 1, {&in.lse});
+        return in;
+    }
+    AttnGradIn part(AttnGradIn g, int i) const {
+        cut(i, heads_, 2, {&g.q, &g.o, &g.dout, &g.dq});
+        cut(i, kv_heads_, 2, {&g.k, &g.v, &g.dk, &g.dv});
+        cut(i, heads_, 1, {&g.lse, &g.delta});
+        return g;
+    }
 
-    Kernels& k_;
+    // Sends what the stream's work so far has made.
+    void exchange(Stream& s, int i, const Messages& m) {
+        device_.record(ready_, s);
+        device_.wait(stream_, ready_);
+        device_.record(leaving_, stream_);
+        comm_.exchange(stream_, m.sends, m.recvs);
+        device_.record(arrived_[size_t(i)], stream_);
+    }
+
+    template <class In>
+    void run(Stream& s, const In& in) {
+        const int n = int(slices_.size());
+        for (int i = 0; i < n; ++i) exchange(s, i, slices_[size_t(i)].begin(s, part(in, i)));
+        for (int i = 0; i < n; ++i) {
+            device_.wait(s, arrived_[size_t(i)]);
+            exchange(s, i, slices_[size_t(i)].attend(s, part(in, i)));
+            // The exchange gets its multiprocessors before the next attention takes them all.
+            device_.wait(s, leaving_);
+        }
+        for (int i = 0; i < n; ++i) {
+            device_.wait(s, arrived_[size_t(i)]);
+            slices_[size_t(i)].finish(s, part(in, i));
+        }
+    }
+
+    Device& device_;
     Comm& comm_;
-    AttnDims d_;
-    int me_;
     GroupTokens tokens_;
-    int64_t Tg_;
-    std::vector<HeadShare> heads_;
-    std::vector<TokenRun> rows_;
+    int64_t heads_ = 0, kv_heads_ = 0;  // of a slice
+    std::vector<HeadSlice> slices_;
     Runs placement_;
-    std::vector<std::unique_ptr<SeqParallel>> inner_;  // one per group of my heads
-    Layout forward_, backward_;
-    void* base_ = nullptr;
+    Stream stream_;               // of the exchanges
+    Event ready_, leaving_;       // the last exchange may start, and starts
+    std::vector<Event> arrived_;  // by slice
 };
-
-// Phases: 0 tokens to heads, 1 attention, 2 heads to tokens.
-void UlyssesAttention::lay_out() {
-    const DType act = k_.precision().act, stat = k_.precision().stat;
-    const int64_t B = d_.B, D = d_.D;
-    for (const bool back : {false, true}) {
-        Layout& l = back ? backward_ : forward_;
-        const int64_t per_query = back ? 2 : 1;  // q, and dout
-        const auto width = [&](const HeadShare& h) { return per_query * h.queries + 2 * h.keys; };
-        const auto width_back = [&](const HeadShare& h) {
-            return back ? h.queries + 2 * h.keys : h.queries;
-        };
-        l.add("heads", act, {B, Tg_, width(mine()), D}, {0, 1});
-        l.add("first_key", DType::i32, {B, Tg_}, {0, 1});
-        l.add("lse", stat, {B * mine().queries * Tg_}, {0, 2});
-        if (back) l.add("delta", stat, {B * mine().queries * Tg_}, {0, 1});
-        if (back) l.add("my_delta", stat, {B, d_.H, T()}, {0, 0});
-        l.add("results", act, {B, Tg_, width_back(mine()), D}, {1, 2});
-        if (back) l.add("sums", stat, {2, B, T(), 1, D}, {2, 2});
-        for (int u = 0; u < ranks(); ++u) {
-            if (u == me_) continue;
-            const auto n = std::to_string(u);
-            const HeadShare& h = heads_[size_t(u)];
-            l.add("out" + n, act, {B, T(), width(h), D}, {0, 0});
-            l.add("back" + n, act, {B, T(), width_back(h), D}, {2, 2});
-            const int64_t stats = B * mine().queries * rows_[size_t(u)].count;
-            l.add("stats" + n, stat, {per_query, stats}, back ? Life{0, 0} : Life{2, 2});
-        }
-    }
-}
-
-// Queues what turns my tokens of all heads into all tokens of my heads. per_query: q, or q and
-// dout.
-void UlyssesAttention::tokens_to_heads(Stream& s, const Layout& l,
-                                       const std::vector<Tensor>& per_query, const Tensor& k,
-                                       const Tensor& v, const Tensor& first_key, List& sends,
-                                       List& recvs) {
-    const Tensor heads = buffer(l, "heads");
-    for (int u = 0; u < ranks(); ++u) {
-        const HeadShare& h = heads_[size_t(u)];
-        const Tensor to = u == me_ ? rows_of(heads, 1, me_) : buffer(l, "out" + std::to_string(u));
-        int64_t at = 0;
-        const auto pack = [&](const Tensor& t, int64_t first, int64_t count) {
-            copy_rows(k_, s, to.slice(2, at, count), t.slice(2, first, count));
-            at += count;
-        };
-        for (const Tensor& t : per_query) pack(t, h.q, h.queries);
-        pack(k, h.k, h.keys);
-        pack(v, h.k, h.keys);
-        if (u != me_) each_sequence(sends, u, to);
-        if (u != me_) each_sequence(recvs, u, rows_of(heads, 1, u));
-    }
-    if (!present(first_key)) return;
-    const Tensor all = buffer(l, "first_key");
-    copy_rows(k_, s, rows_of(all, 1, me_), first_key);
-    for (int u = 0; u < ranks(); ++u) {
-        if (u == me_) continue;
-        if (heads_[size_t(u)].queries > 0) each_sequence(sends, u, first_key);
-        if (mine().queries > 0) each_sequence(recvs, u, rows_of(all, 1, u));
-    }
-}
-
-// The other way, for the results of my heads.
-void UlyssesAttention::heads_to_tokens(const Tensor& heads, const Layout& l, List& sends,
-                                       List& recvs) const {
-    for (int u = 0; u < ranks(); ++u) {
-        if (u == me_) continue;
-        each_sequence(sends, u, rows_of(heads, 1, u));
-        each_sequence(recvs, u, buffer(l, "back" + std::to_string(u)));
-    }
-}
-
-// What came back from rank u for my tokens: (B,T,its heads,D).
-Tensor UlyssesAttention::returned(const Tensor& heads, const Layout& l, int u) const {
-    return u == me_ ? rows_of(heads, 1, me_) : buffer(l, "back" + std::to_string(u));
-}
-
-void UlyssesAttention::forward(Stream& s, const AttnIn& in) {
-    const Layout& l = forward_;
-    List sends, recvs;
-    tokens_to_heads(s, l, {in.q}, in.k, in.v, in.first_key, sends, recvs);
-    comm_.exchange(s, sends, recvs);
-
-    const Tensor heads = buffer(l, "heads"), o = buffer(l, "results"), lse = buffer(l, "lse");
-    const HeadShare& h = mine();
-    for (size_t i = 0; i < inner_.size(); ++i) {
-        const HeadGroup& g = h.groups[i];
-        const int64_t k = h.queries + g.k - h.k;
-        inner_[i]->forward(
-            s, {.q = heads.slice(2, g.q - h.q, g.queries),
-                .k = heads.slice(2, k, g.keys),
-                .v = heads.slice(2, k + h.keys, g.keys),
-                .o = o.slice(2, g.q - h.q, g.queries),
-                .lse = group_stats(lse, g),
-                .first_key = present(in.first_key) ? buffer(l, "first_key") : Tensor()});
-    }
-
-    sends.clear();
-    recvs.clear();
-    heads_to_tokens(o, l, sends, recvs);
-    for (int u = 0; u < ranks(); ++u) {
-        for (const HeadGroup& g : h.groups) {
-            const Tensor part = rows_of(group_stats(lse, g), 2, u);
-            if (u == me_) {
-                copy_rows(k_, s, in.lse.slice(1, g.q, g.queries), part);
-                continue;
-            }
-            const int64_t rows = rows_[size_t(u)].count;
-            const Tensor packed = buffer(l, "stats" + std::to_string(u))
-                                      .slice(1, (g.q - h.q) * d_.B * rows, g.queries * d_.B * rows)
-                                      .view({d_.B, g.queries, rows});
-            copy_rows(k_, s, packed, part);
-            each_sequence(sends, u, packed);
-        }
-        if (u == me_) continue;
-        for (const HeadGroup& g : heads_[size_t(u)].groups)
-            each_sequence(recvs, u, in.lse.slice(1, g.q, g.queries));
-    }
-    comm_.exchange(s, sends, recvs);
-    for (int u = 0; u < ranks(); ++u)
-        copy_rows(k_, s, in.o.slice(2, heads_[size_t(u)].q, heads_[size_t(u)].queries),
-                  returned(o, l, u));
-}
-
-void UlyssesAttention::backward(Stream& s, const AttnGradIn& g) {
-    const Layout& l = backward_;
-    const HeadShare& h = mine();
-    const Tensor my_delta = present(g.delta) ? g.delta : buffer(l, "my_delta");
-    if (!present(g.delta) && T() > 0) k_.attention_delta(s, my_delta, g.dout, g.o);
-    List sends, recvs;
-    tokens_to_heads(s, l, {g.q, g.dout}, g.k, g.v, g.first_key, sends, recvs);
-
-    // lse and delta: whole rows of mine leave as they are; what comes in is dealt out afterwards.
-    const Tensor stats[] = {buffer(l, "lse"), buffer(l, "delta")};
-    const Tensor* const given[] = {&g.lse, &my_delta};
-    const auto staged = [&](int u, int which, const HeadGroup& x) {
-        const int64_t rows = rows_[size_t(u)].count;
-        return buffer(l, "stats" + std::to_string(u))
-            .rows(which, 1)
-            .slice(1, (x.q - h.q) * d_.B * rows, x.queries * d_.B * rows)
-            .view({d_.B, x.queries, rows});
-    };
-    for (const int which : {0, 1})
-        for (int u = 0; u < ranks(); ++u) {
-            if (u == me_) continue;
-            for (const HeadGroup& x : heads_[size_t(u)].groups)
-                each_sequence(sends, u, given[which]->slice(1, x.q, x.queries));
-            for (const HeadGroup& x : h.groups) each_sequence(recvs, u, staged(u, which, x));
-        }
-    comm_.exchange(s, sends, recvs);
-    for (const int which : {0, 1})
-        for (int u = 0; u < ranks(); ++u)
-            for (const HeadGroup& x : h.groups)
-                copy_rows(k_, s, rows_of(group_stats(stats[which], x), 2, u),
-                          u == me_ ? given[which]->slice(1, x.q, x.queries) : staged(u, which, x));
-
-    const Tensor heads = buffer(l, "heads"), d = buffer(l, "results");
-    for (size_t i = 0; i < inner_.size(); ++i) {
-        const HeadGroup& x = h.groups[i];
-        const int64_t q = x.q - h.q, k = 2 * h.queries + x.k - h.k, dk = h.queries + x.k - h.k;
-        inner_[i]->backward(s,
-                            {.q = heads.slice(2, q, x.queries),
-                             .k = heads.slice(2, k, x.keys),
-                             .v = heads.slice(2, k + h.keys, x.keys),
-                             .o = {},
-                             .lse = group_stats(stats[0], x),
-                             .dout = heads.slice(2, h.queries + q, x.queries),
-                             .first_key = present(g.first_key) ? buffer(l, "first_key") : Tensor(),
-                             .dq = d.slice(2, q, x.queries),
-                             .dk = d.slice(2, dk, x.keys),
-                             .dv = d.slice(2, dk + h.keys, x.keys),
-                             .delta = group_stats(stats[1], x)});
-    }
-
-    sends.clear();
-    recvs.clear();
-    heads_to_tokens(d, l, sends, recvs);
-    comm_.exchange(s, sends, recvs);
-    for (int u = 0; u < ranks(); ++u) {
-        const HeadShare& x = heads_[size_t(u)];
-        copy_rows(k_, s, g.dq.slice(2, x.q, x.queries), returned(d, l, u).slice(2, 0, x.queries));
-    }
-    sum_over_ranks(s, d, g.dk, false);
-    sum_over_ranks(s, d, g.dv, true);
-}
-
-// out (B,T,Hk,D) = what the ranks found for each kv head, in rank order.
-void UlyssesAttention::sum_over_ranks(Stream& s, const Tensor& dheads, const Tensor& out,
-                                      bool values) {
-    if (T() == 0) return;
-    const Tensor sums = buffer(backward_, "sums");
-    const Shape shape{d_.B, T(), 1, d_.D};
-    const Tensor sum = sums.rows(0, 1).view(shape), next = sums.rows(1, 1).view(shape);
-    const auto owners_of = [&](int64_t head) {
-        std::vector<int> owners;
-        for (int u = 0; u < ranks(); ++u)
-            if (heads_[size_t(u)].has_key(head)) owners.push_back(u);
-        return owners;
-    };
-    const auto found_by = [&](int u, int64_t head, int64_t count) {
-        const HeadShare& h = heads_[size_t(u)];
-        const int64_t at = h.queries + (values ? h.keys : 0) + head - h.k;
-        return returned(dheads, backward_, u).slice(2, at, count);
-    };
-    for (int64_t head = 0, count = 1; head < d_.Hk; head += count, count = 1) {
-        const std::vector<int> owners = owners_of(head);
-        if (owners.size() == 1) {
-            while (head + count < d_.Hk && owners_of(head + count) == owners) ++count;
-            k_.cast(s, out.slice(2, head, count), found_by(owners[0], head, count));
-            continue;
-        }
-        k_.cast(s, sum, found_by(owners[0], head, 1));
-        for (size_t i = 1; i < owners.size(); ++i) {
-            k_.cast(s, next, found_by(owners[i], head, 1));
-            k_.add(s, sum, sum, next);
-        }
-        k_.cast(s, out.slice(2, head, 1), sum);
-    }
-}
 
 }  // namespace
 
 std::unique_ptr<SeqParallel> make_ulysses_attention(Kernels& k, Comm& ulysses, const AttnDims& d,
-                                                    GroupTokens tokens,
-                                                    const MakeInner& make_inner) {
-    return std::make_unique<UlyssesAttention>(k, ulysses, d, std::move(tokens), make_inner);
+                                                    GroupTokens tokens, const MakeInner& make_inner,
+                                                    int slices) {
+    return std::make_unique<UlyssesAttention>(k, ulysses, d, std::move(tokens), make_inner, slices);
 }
 
 }  // namespace torus

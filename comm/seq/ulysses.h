@@ -20,7 +20,8 @@ using MakeInner =
 // attention to ask.
 using GroupTokens = std::function<Runs(const int32_t* first_key)>;
 
+// slices: see make_seq_parallel.
 std::unique_ptr<SeqParallel> make_ulysses_attention(Kernels&, Comm& ulysses, const AttnDims&,
-                                                    GroupTokens, const MakeInner&);
+                                                    GroupTokens, const MakeInner&, int slices);
 
 }  // namespace torus

@@ -201,7 +201,7 @@ RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, Kern
     const AttnDims d = w.d;
     const DType act = k.precision().act;
     Mesh mesh = make_mesh(world, c.shape);
-    const auto seq = make_seq_parallel(c.mode, k, mesh, d);
+    const auto seq = make_seq_parallel(c.mode, k, mesh, d, c.head_slices);
     Layout device_plan, pinned_plan;
     seq->plan(device_plan, pinned_plan);
     const Arena device(k.device(), Memory::device, device_plan);
@@ -331,6 +331,13 @@ std::vector<MeshShape> shapes_for(const SeqMode& mode, int P) {
         shapes.push_back({.ring = ring, .ulysses = ulysses});
     }
     return shapes;
+}
+
+std::vector<int> slices_for(const MeshShape& shape, int64_t Hk) {
+    if (shape.ulysses == 1 || Hk == 1) return {1};
+    int least = 2;
+    while (Hk % least != 0) ++least;
+    return {1, least};
 }
 
 }  // namespace torus

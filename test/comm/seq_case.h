@@ -34,6 +34,7 @@ struct SeqCase {
     MeshShape shape;
     bool announce = true;              // call set_documents
     const int32_t* earlier = nullptr;  // and before with the first_key of another batch
+    int head_slices = 0;               // see make_seq_parallel
 };
 
 // What one rank found for its tokens.
@@ -63,5 +64,7 @@ double run_case(const SeqCase& c, const WholeAttention& whole);
 
 // The meshes of P ranks on which a mode is tested.
 std::vector<MeshShape> shapes_for(const SeqMode& mode, int P);
+// The numbers of head slices with which a mesh is tested: 1, and the least other divisor of Hk.
+std::vector<int> slices_for(const MeshShape&, int64_t Hk);
 
 }  // namespace torus

@@ -27,19 +27,21 @@ int run_modes(const AttnDims& d, Documents documents, int P) {
     const WholeAttention whole = make_whole(d, documents, P);
     int cases = 0;
     for (const SeqMode& mode : seq_modes())
-        for (const MeshShape& shape : shapes_for(mode, P)) {
-            const double error =
-                run_case({mode.name, shape, documents != Documents::unannounced}, whole);
-            ++cases;
-            CAPTURE(mode.name);
-            CAPTURE(shape.str());
-            CAPTURE(d.B);
-            CAPTURE(d.S);
-            CAPTURE(d.H);
-            CAPTURE(d.Hk);
-            CAPTURE(int(documents));
-            EXPECT(error <= tolerance);
-        }
+        for (const MeshShape& shape : shapes_for(mode, P))
+            for (const int slices : slices_for(shape, d.Hk)) {
+                const bool announce = documents != Documents::unannounced;
+                const double error = run_case({mode.name, shape, announce, nullptr, slices}, whole);
+                ++cases;
+                CAPTURE(mode.name);
+                CAPTURE(shape.str());
+                CAPTURE(slices);
+                CAPTURE(d.B);
+                CAPTURE(d.S);
+                CAPTURE(d.H);
+                CAPTURE(d.Hk);
+                CAPTURE(int(documents));
+                EXPECT(error <= tolerance);
+            }
     return cases;
 }
 
@@ -103,7 +105,9 @@ TEST_CASE("mpi: every mode equals one rank") {
                         const auto documents = all_documents[size_t(S + h.H + shape.ring) % 4];
                         const WholeAttention whole = make_whole({2, S, h.H, h.Hk, 4}, documents, P);
                         const bool announce = documents != Documents::unannounced;
-                        const RankResult r = run_rank(world, {mode.name, shape, announce}, whole);
+                        const int slices = slices_for(shape, h.Hk).back();
+                        const RankResult r =
+                            run_rank(world, {mode.name, shape, announce, nullptr, slices}, whole);
                         require(largest_error(r, whole) <= tolerance, Exit::internal, mode.name,
                                 " on ", shape.str(), ", ", S, " tokens, ", h.H, " heads");
                     }

@@ -65,8 +65,9 @@ TEST_CASE("one GPU plays the ranks: fp32, every mode, many shapes") {
                         const Documents documents = all_documents[size_t(cases++) % 4];
                         const WholeAttention whole = make_whole({2, S, H, Hk, 8}, documents, P);
                         const bool announce = documents != Documents::unannounced;
-                        const Errors e =
-                            errors_on_one_gpu({mode.name, shape, announce}, whole, DType::f32);
+                        const int slices = slices_for(shape, Hk).back();
+                        const Errors e = errors_on_one_gpu(
+                            {mode.name, shape, announce, nullptr, slices}, whole, DType::f32);
                         CAPTURE(mode.name);
                         CAPTURE(shape.str());
                         CAPTURE(S);
@@ -158,8 +159,9 @@ TEST_CASE("nccl: every mode equals one rank") {
                         const WholeAttention whole =
                             make_whole({2, S, H, Hk, 64}, documents, P, 1, dtype);
                         const auto kernels = make_cuda_kernels(dtype, gpu);
-                        const RankResult r =
-                            run_rank(*world, {mode.name, shape, true}, whole, *kernels);
+                        const int slices = slices_for(shape, Hk).back();
+                        const RankResult r = run_rank(
+                            *world, {mode.name, shape, true, nullptr, slices}, whole, *kernels);
                         const double worst = largest_error(r, whole);
                         require(worst < (dtype == DType::f32 ? 5e-5 : 0.1), Exit::internal,
                                 mode.name, " on ", shape.str(), ", ", name_of(dtype), ", ", S,
