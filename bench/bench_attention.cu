@@ -4,7 +4,9 @@
 // Each figure is the better of N medians (2) of bursts of N ms (35), each after a pause of 80 ms:
 // the pause lets every burst start from the same clock and temperature, hot the chip is slower.
 // Backward includes the delta pass. FLOP are counted as usual: forward 4 B H S^2 D, halved when
-// causal; backward 2.5 times that.
+// causal; backward 2.5 times that. Of packed documents (log-normal lengths, spread 1) only visible
+// pairs count; their rate as a share of the causal one comes below the table. cuDNN is not asked
+// for those.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -15,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/documents.h"
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cudnn_attention.h"
 #include "kernels/cuda/flash/flash.h"
@@ -26,15 +29,19 @@ namespace {
 struct Problem {
     int64_t D, S, B, H, Hk;
     bool causal;
+    int64_t documents = 0;  // median length of packed documents; 0: one sequence
 };
 
 const Problem shapes[] = {
-    {128, 1024, 16, 16, 16, true},  {128, 4096, 4, 16, 16, true},  {128, 16384, 1, 16, 16, true},
-    {128, 16384, 1, 16, 16, false}, {128, 65536, 1, 16, 16, true}, {128, 8192, 1, 32, 8, true},
-    {128, 32768, 1, 32, 8, true},   {128, 262144, 1, 2, 1, true},  {128, 524288, 1, 2, 1, true},
-    {64, 1024, 16, 32, 32, true},   {64, 4096, 4, 32, 32, true},   {64, 16384, 1, 32, 32, true},
-    {64, 16384, 1, 32, 32, false},  {64, 65536, 1, 32, 32, true},  {64, 262144, 1, 2, 2, true},
-    {64, 524288, 1, 2, 2, true},
+    {128, 1024, 16, 16, 16, true},       {128, 4096, 4, 16, 16, true},
+    {128, 16384, 1, 16, 16, true},       {128, 16384, 1, 16, 16, false},
+    {128, 65536, 1, 16, 16, true},       {128, 8192, 1, 32, 8, true},
+    {128, 32768, 1, 32, 8, true},        {128, 262144, 1, 2, 1, true},
+    {128, 524288, 1, 2, 1, true},        {64, 1024, 16, 32, 32, true},
+    {64, 4096, 4, 32, 32, true},         {64, 16384, 1, 32, 32, true},
+    {64, 16384, 1, 32, 32, false},       {64, 65536, 1, 32, 32, true},
+    {64, 262144, 1, 2, 2, true},         {64, 524288, 1, 2, 2, true},
+    {128, 65536, 1, 16, 16, true, 2048}, {64, 65536, 1, 32, 32, true, 2048},
 };
 
 struct Settings {
@@ -123,12 +130,22 @@ public:
             return Tensor(take(s.B * s.H * s.S * 4), DType::f32, {s.B, s.H, s.S});
         };
         char *const qkv = matrix(packed), *const grads = matrix(packed);
+        Tensor first_key;
+        double pairs = double(s.B) * double(s.S) * double(s.S) / (s.causal ? 2 : 1);
+        if (s.documents > 0) {
+            const auto first = packed_documents(s.B, s.S, double(s.documents), 1);
+            first_key = Tensor(take(s.B * s.S * 4), DType::i32, {s.B, s.S});
+            k_->device().copy(stream_, first_key.data, first.data(), first_key.bytes());
+            k_->device().synchronize(stream_);
+            pairs = 0;
+            for (int64_t i = 0; i < s.B * s.S; ++i) pairs += double(i % s.S - first[size_t(i)] + 1);
+        }
         Attn a{.q = heads(qkv, 0, s.H, packed),
                .k = heads(qkv, s.H, s.Hk, packed),
                .v = heads(qkv, s.H + s.Hk, s.Hk, packed),
                .o = heads(matrix(s.H * s.D), 0, s.H, s.H * s.D),
                .lse = statistic(),
-               .first_key = {},
+               .first_key = first_key,
                .scale = 1 / std::sqrt(double(s.D)),
                .causal = s.causal};
         const AttnGrad g{.q = a.q,
@@ -140,7 +157,7 @@ public:
                          .dq = heads(grads, 0, s.H, packed),
                          .dk = heads(grads, s.H, s.Hk, packed),
                          .dv = heads(grads, s.H + s.Hk, s.Hk, packed),
-                         .first_key = {},
+                         .first_key = first_key,
                          .scale = a.scale,
                          .causal = s.causal,
                          .o = a.o};
@@ -151,16 +168,14 @@ public:
                       cuda::cudnn_workspace_bytes({s.B, s.S, s.S, s.H, s.Hk, s.D})});
         stream_.workspace = Tensor(take(bytes), DType::u8, {bytes});
         cuda::check(cudaDeviceSynchronize(), "noise");
-        return measure(s, a, g);
+        return measure(s, 4.0 * double(s.H * s.D) * pairs, a, g);
     }
 
 private:
-    // Forward first: the backwards use its o and lse.
-    Row measure(const Problem& s, const Attn& a, const AttnGrad& g) {
+    // Forward first: the backwards use its o and lse. flop: of a forward.
+    Row measure(const Problem& s, double flop, const Attn& a, const AttnGrad& g) {
         const auto handle = static_cast<cudaStream_t>(stream_.handle);
         void* const workspace = stream_.workspace.data;
-        const double flop =
-            4.0 * double(s.B * s.H) * double(s.S) * double(s.S) * double(s.D) / (s.causal ? 2 : 1);
         Row row{s, 0, 0, 0, 0, 0};
         const auto delta = [&] { k_->attention_delta(stream_, g.delta, g.dout, a.o); };
         struct Rival {
@@ -174,7 +189,7 @@ private:
              [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/false); }},
             {&row.deterministic, 2.5 * flop,
              [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/true); }}};
-        if (cudnn_) {
+        if (cudnn_ && s.documents == 0) {
             rivals.push_back({&row.cudnn, flop, [&] { cudnn_->forward(stream_, a, workspace); }});
             rivals.push_back({&row.cudnn_backward, 2.5 * flop,
                               [&] { cudnn_->backward(stream_, g, workspace); }});
@@ -203,12 +218,27 @@ void print(const Row& r) {
         return std::string(text);
     };
     const Problem& s = r.shape;
+    const std::string mask = s.documents ? concat("documents of ", s.documents)
+                                         : std::string(s.causal ? "causal" : "full");
     std::printf("| %ld | %ld x %ld | %ld/%ld | %s | %.0f%s | %.0f | %.0f%s | %.0f%s | %.0f |\n",
-                long(s.D), long(s.S), long(s.B), long(s.H), long(s.Hk),
-                s.causal ? "causal" : "full", r.ours, ratio(r.ours, r.cudnn).c_str(), r.cudnn,
-                r.plain, ratio(r.plain, r.cudnn_backward).c_str(), r.deterministic,
+                long(s.D), long(s.S), long(s.B), long(s.H), long(s.Hk), mask.c_str(), r.ours,
+                ratio(r.ours, r.cudnn).c_str(), r.cudnn, r.plain,
+                ratio(r.plain, r.cudnn_backward).c_str(), r.deterministic,
                 ratio(r.deterministic, r.cudnn_backward).c_str(), r.cudnn_backward);
     std::fflush(stdout);
+}
+
+// Time of packed documents over that of as many visible pairs at the causal rate.
+void print_documents(const std::vector<Row>& rows) {
+    for (const Row& r : rows)
+        for (const Row& whole : rows)
+            if (r.shape.documents && !whole.shape.documents && whole.shape.causal &&
+                r.shape.D == whole.shape.D && r.shape.S == whole.shape.S)
+                std::printf(
+                    "D %ld, S %ld, documents of %ld: forward %.2f, backward %.2f plain, "
+                    "%.2f deterministic times what their pairs take at the causal rate\n",
+                    long(r.shape.D), long(r.shape.S), long(r.shape.documents), whole.ours / r.ours,
+                    whole.plain / r.plain, whole.deterministic / r.deterministic);
 }
 
 void write_json(const std::string& path, const std::string& device, const std::vector<Row>& rows) {
@@ -220,12 +250,13 @@ void write_json(const std::string& path, const std::string& device, const std::v
         const Problem& s = r.shape;
         std::fprintf(f,
                      "%s\n  {\"head_dim\": %ld, \"tokens\": %ld, \"batch\": %ld, \"heads\": %ld, "
-                     "\"kv_heads\": %ld, \"causal\": %s, \"forward\": %.1f, \"cudnn_forward\": "
+                     "\"kv_heads\": %ld, \"causal\": %s, \"documents\": %ld, \"forward\": %.1f, "
+                     "\"cudnn_forward\": "
                      "%.1f, \"backward_plain\": %.1f, \"backward_deterministic\": %.1f, "
                      "\"cudnn_backward\": %.1f}",
                      &r == rows.data() ? "" : ",", long(s.D), long(s.S), long(s.B), long(s.H),
-                     long(s.Hk), s.causal ? "true" : "false", r.ours, r.cudnn, r.plain,
-                     r.deterministic, r.cudnn_backward);
+                     long(s.Hk), s.causal ? "true" : "false", long(s.documents), r.ours, r.cudnn,
+                     r.plain, r.deterministic, r.cudnn_backward);
     }
     std::fprintf(f, "\n]}\n");
     require(std::fclose(f) == 0, Exit::io, path, ": was not written whole");
@@ -273,6 +304,7 @@ int main(int argc, char** argv) {
             rows.push_back(bench.time(s));
             print(rows.back());
         }
+        print_documents(rows);
         if (!settings.json.empty()) write_json(settings.json, bench.device(), rows);
     } catch (const Error& e) {
         std::fprintf(stderr, "error: %s\n", e.what());
