@@ -90,9 +90,9 @@ int best_ulysses(const ParallelRequest& ask, int sp, const AttnDims& d) {
 // A sequence up to this long is left whole unless --sp says otherwise.
 constexpr int64_t tokens_of_one_rank = 32768;
 
-// --parallel-mode auto. Measured on two GPUs of one machine (docs/performance.md): ulysses 1.88
-// times one GPU, dist_flash 1.81, zigzag_ring 1.80, ring 1.23. Between machines a ring's transfers
-// hide behind attention, an all-to-all's do not.
+// --parallel-mode auto. Measured on two GPUs of one machine (docs/performance.md), attention alone:
+// ulysses 1.94 times one GPU, dist_flash 1.81, zigzag_ring 1.80, ring 1.23. Between machines a
+// ring's transfers hide behind attention better than an all-to-all's.
 void choose_mode(const ParallelRequest& ask, const AttnDims& d, int sp, ParallelChoice& out) {
     if (ask.ulysses > 1 && (ask.ring > 1 || sp > ask.ulysses)) {
         out.mode = "usp";
