@@ -331,6 +331,7 @@ struct ForwardConsumer {
             // The same for all threads to the compiler, too.
             w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
             w.head = __shfl_sync(~0u, w.head, 0);
+            __syncwarp();  // all lanes have read the slot
             if (lane == 0) barrier_arrive(&bar.work_empty[turn % 2]);
             if (w.head < 0) break;
             const int row = w.m * Tile::m + row_in_tile, batch = w.head / p.heads;
