@@ -170,7 +170,7 @@ const double max = std::max(double(l), double(l2));
 ----
 const double max = 0;
 END
-fault 'kv gradients of one rank only' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+fault 'kv gradients of one rank only' comm/seq/head_slice.cpp test_comm "$modes" <<'END'
 for (size_t i = 1; i < owners.size(); ++i) {
 ----
 for (size_t i = 1; i < owners.size() - 1; ++i) {
@@ -180,10 +180,29 @@ const TokenRun mine = part_of(H, n, i);
 ----
 const TokenRun mine = part_of(H, n, n - 1 - (n - 1 - i) / 2 * 2 + (n == 2 ? i - 1 : 0));
 END
-fault 'delta of the wrong group' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+fault 'delta of the wrong group' comm/seq/head_slice.cpp test_comm "$modes" <<'END'
 .delta = group_stats(stats[1], x)
 ----
 .delta = group_stats(stats[1], h.groups[0])
+END
+fault 'every slice of heads has the keys of the first' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+cut(i, kv_heads_, 2, {&in.k, &in.v});
+----
+cut(0, kv_heads_, 2, {&in.k, &in.v});
+END
+fault 'every slice of heads has the delta of the first' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+cut(i, heads_, 1, {&g.lse, &g.delta});
+----
+cut(i, heads_, 1, {&g.lse}), cut(0, heads_, 1, {&g.delta});
+END
+fault 'the last slice of heads stays away' comm/seq/ulysses.cpp test_comm "$modes" <<'END'
+        for (int i = 0; i < n; ++i) {
+            device_.wait(s, arrived_[size_t(i)]);
+            slices_[size_t(i)].finish(s, part(in, i));
+----
+        for (int i = 0; i < std::max(1, n - 1); ++i) {
+            device_.wait(s, arrived_[size_t(i)]);
+            slices_[size_t(i)].finish(s, part(in, i));
 END
 fault 'a token of each shard dropped' comm/seq/placement.cpp test_comm "$modes" <<'END'
     return {begin, end - begin};

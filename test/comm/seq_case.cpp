@@ -223,6 +223,7 @@ RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, Kern
     Values qkv(k, s, act, packed), dqkv(k, s, act, packed);
     Values o(k, s, act, {d.B, T, d.H, d.D}), dout(k, s, act, {d.B, T, d.H, d.D});
     Values lse(k, s, k.precision().stat, {d.B, d.H, T});
+    Values delta(k, s, k.precision().stat, {d.B, d.H, T});
     const auto heads = [&](const Values& v, int64_t first, int64_t count) {
         return v.t.slice(2, first, count);
     };
@@ -254,7 +255,13 @@ RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, Kern
         const int64_t before = sent();
         seq->forward(
             s, {.q = g.q, .k = g.k, .v = g.v, .o = g.o, .lse = g.lse, .first_key = g.first_key});
-        seq->backward(s, g);
+        AttnGradIn given = g;
+        if (repeat == 1) {  // delta in place of o
+            if (T > 0) k.attention_delta(s, delta.t, g.dout, g.o);
+            given.delta = delta.t;
+            given.o = {};
+        }
+        seq->backward(s, given);
         RankResult now = r;
         now.o = o.get(o.t);
         now.lse = lse.get(lse.t);

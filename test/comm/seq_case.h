@@ -44,9 +44,9 @@ struct RankResult {
     int64_t bytes_sent = 0;
     double imbalance = 1;
 };
-// Collective over `world`: forward and backward of one rank, twice; the second must give the same
-// bits. Memory is poisoned with NaN before, and nothing may be allocated meanwhile. `world` moves
-// the kind of memory that the kernels use.
+// Collective over `world`: forward and backward of one rank, twice; the second, with delta in place
+// of o, must give the same bits. Memory is poisoned with NaN before, and nothing may be allocated
+// meanwhile. `world` moves the kind of memory that the kernels use.
 RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& whole, Kernels& k);
 RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& whole,
                     DType dtype = DType::f64);  // on the CPU
