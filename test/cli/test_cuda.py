@@ -76,7 +76,7 @@ class Cuda(Cli):
                           ["--dtype", "fp16"]]:
                 name = model[:4] + "".join(extra)
                 with self.subTest(name):
-                    self.train(model, name, STEPS, *extra)
+                    self.train(model, name, STEPS, *extra, "--cuda-graph", "off")
                     self.train(model, name + "_graph", STEPS, *extra, "--cuda-graph", "on")
                     self.assertEqual(self.results(name), self.results(name + "_graph"))
 
