@@ -176,6 +176,20 @@ bool custom_preset(const std::string& name, ModelConfig& out) {
     return true;
 }
 
+// "llama2:7b:dN": N layers of another preset, to measure its layers where the whole does not fit.
+bool shallow_preset(const std::string& name, ModelConfig& out) {
+    const size_t colon = name.rfind(":d");
+    int64_t L;
+    if (std::count(name.begin(), name.end(), ':') != 2 || colon == std::string::npos ||
+        !parse_number(std::string_view(name).substr(colon + 2), L))
+        return false;
+    out = model_preset(name.substr(0, colon));
+    require(L <= out.L, Exit::usage, "--model ", name, ": ", name.substr(0, colon), " has ", out.L,
+            " layers; use at most that many");
+    out.L = L;
+    return true;
+}
+
 size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
@@ -221,7 +235,7 @@ ModelConfig model_preset(const std::string& name) {
     for (const LlamaPreset& p : llama_presets)
         if (name == p.name) return make_llama(p);
     ModelConfig custom;
-    if (custom_preset(name, custom)) return custom;
+    if (custom_preset(name, custom) || shallow_preset(name, custom)) return custom;
 
     const std::vector<std::string> known = model_preset_names();
     const std::string asked = name.substr(0, 80);  // the distance is quadratic
@@ -233,7 +247,7 @@ ModelConfig model_preset(const std::string& name) {
     for (const std::string& n : known) list += n + ", ";
     fail(Exit::usage, "--model ", asked, ": neither a file or folder nor a known model; did you ",
          "mean ", nearest, "? Known are ", list, "gpt2:dN and llama:dN (N layers), gpt2:dNxC and ",
-         "llama:dNxC (N layers of C channels)");
+         "llama:dNxC (N layers of C channels), ", nearest, ":dN (N of its layers)");
 }
 
 }  // namespace torus

@@ -69,6 +69,10 @@ TEST_CASE("presets: depth and width as rules") {
     for (int depth = 2; depth <= 84; ++depth)  // wider with depth, never narrower
         EXPECT(model_preset("gpt2:d" + std::to_string(depth)).C >=
                model_preset("gpt2:d" + std::to_string(depth - 1)).C);
+    ModelConfig shallow = model_preset("llama2:7b:d4");
+    EXPECT_EQ(shallow.L, 4);
+    shallow.L = 32;
+    EXPECT_EQ(parameter_count(shallow), parameter_count(model_preset("llama2:7b")));
 }
 
 TEST_CASE("presets: an unknown name names the nearest") {
@@ -78,7 +82,8 @@ TEST_CASE("presets: an unknown name names the nearest") {
     EXPECT(error("qwen2:1.5b").find("did you mean qwen2.5:1.5b?") != std::string::npos);
     for (const char* name : {"", "gpt2", "gpt2:d", "gpt2:d0", "gpt2:d-3", "gpt2:d85", "gpt2:d1e3",
                              "gpt2:d12x", "gpt2:d12x0", "gpt2:d12x100", "gpt2:dx64", "bert:d12",
-                             "gpt2:d99999999999999999999", "gpt2:d4x99999999999999"}) {
+                             "gpt2:d99999999999999999999", "gpt2:d4x99999999999999", "llama2:7b:d0",
+                             "llama2:7b:d33", "llama2:8b:d4", "llama2:7b:d4:d2"}) {
         CAPTURE(name);
         EXPECT(error(name).starts_with("64 "));
     }
