@@ -3,24 +3,23 @@
 // of the difference is exchange that computing does not hide; and the bytes that a rank sends. The
 // results are compared with one rank's first: a mode that is wrong has no rate.
 //
-//   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME] [--batch B] [--seq S]
-//   [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N] [--head-slices N]
+//   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME[:RINGxULYSSES],...]
+//   [--batch B] [--seq S] [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
+//   [--head-slices N]
 //
+// --mode: all without it; usp:2x4 is a ring of 2 groups that exchange heads among 4.
 // --documents: sequences of packed documents of log-normal length, N tokens at the median.
 // --head-slices: parts of the heads in Ulysses, whose exchanges and attention overlap; 0 = chosen.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <map>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "bench/documents.h"
-#include "comm/launch.h"
+#include "bench/ranks.h"
 #include "comm/seq/balance.h"
 #include "kernels/rng.h"
 
@@ -56,12 +55,38 @@ private:
     const bool& silent_;
 };
 
+struct ModeChoice {
+    std::string name;
+    int ring = 0, ulysses = 0;  // 0 = chosen
+};
+
 struct Settings {
-    std::string device = "cpu", mode;
+    RankSettings ranks;
+    std::vector<ModeChoice> modes;
     AttnDims d{1, 1024, 8, 8, 64};
-    int ranks = 0, threads = 0, repeats = 5, head_slices = 0;
+    int repeats = 5, head_slices = 0;
     int64_t documents = 0;  // median length; 0 = one document
 };
+
+// NAME[:RINGxULYSSES],...
+std::vector<ModeChoice> parse_modes(const std::string& list) {
+    std::vector<ModeChoice> modes;
+    for (size_t at = 0; at <= list.size();) {
+        const size_t end = std::min(list.find(',', at), list.size());
+        const std::string text = list.substr(at, end - at);
+        const size_t colon = text.find(':'), x = text.find('x', std::min(colon, text.size()));
+        ModeChoice choice{find_seq_mode(text.substr(0, colon)).name};
+        if (colon != std::string::npos) {
+            require(x != std::string::npos, Exit::usage, "--mode ", text, ": must be NAME or ",
+                    "NAME:RINGxULYSSES");
+            choice.ring = int(whole_number("--mode", text.substr(colon + 1, x - colon - 1)));
+            choice.ulysses = int(whole_number("--mode", text.substr(x + 1)));
+        }
+        modes.push_back(choice);
+        at = end + 1;
+    }
+    return modes;
+}
 
 Settings parse(int argc, char** argv) {
     Settings s;
@@ -72,29 +97,23 @@ Settings parse(int argc, char** argv) {
         const std::string flag = argv[i];
         require(i + 1 < argc, Exit::usage, flag, ": needs a value");
         const std::string value = argv[++i];
-        const auto number = [&] {
-            require(!value.empty() && value.find_first_not_of("0123456789") == std::string::npos,
-                    Exit::usage, flag, " ", value, ": must be a number");
-            return std::stoll(value);
-        };
         if (const auto it = numbers.find(flag); it != numbers.end()) {
-            *it->second = number();
-        } else if (flag == "--device") {
-            s.device = value;
+            *it->second = whole_number(flag, value);
+        } else if (parse_rank_flag(flag, value, s.ranks)) {
+            continue;
         } else if (flag == "--mode") {
-            s.mode = find_seq_mode(value).name;
-        } else if (flag == "--ranks") {
-            s.ranks = int(number());
-        } else if (flag == "--threads") {
-            s.threads = int(number());
+            s.modes = parse_modes(value);
         } else if (flag == "--repeats") {
-            s.repeats = int(number());
+            s.repeats = int(whole_number(flag, value));
         } else if (flag == "--head-slices") {
-            s.head_slices = int(number());
+            s.head_slices = int(whole_number(flag, value));
         } else {
             fail(Exit::usage, flag, ": unknown; see the head of bench/bench_seq.cpp");
         }
     }
+    if (s.modes.empty())
+        for (const SeqMode& mode : seq_modes())
+            if (mode.ring || mode.ulysses) s.modes.push_back({mode.name});
     return s;
 }
 
@@ -188,21 +207,30 @@ private:
         std::vector<float> table(65521);
         for (size_t i = 0; i < table.size(); ++i)
             table[i] = float(2 * random_uniform(seed, 0, i) - 1);
-        const Tensor t = arena_[name];
-        std::vector<float> values(static_cast<size_t>(t.numel()));
-        size_t at = 0;
+        // In pieces, because on the host a long sequence would need twice its memory for each rank.
+        const Tensor t = arena_[name], flat(t.data, t.dtype, {t.numel()});
+        const int64_t piece = std::min<int64_t>(t.numel(), 1 << 24);
+        const Buffer staging(k_.device(), Memory::device, 4 * piece);
+        std::vector<float> values;
+        int64_t done = 0;
+        const auto flush = [&] {
+            const int64_t n = int64_t(values.size());
+            k_.device().copy(s_, staging.data(), values.data(), 4 * n);
+            k_.cast(s_, flat.slice(0, done, n), Tensor(staging.data(), DType::f32, {n}));
+            wait();
+            done += n;
+            values.clear();
+        };
         for (int64_t b = 0; b < d_.B; ++b)
             for (const TokenRun& r : seq_.placement()) {
                 size_t entry = size_t((b * d_.S + r.begin) * heads * d_.D) % table.size();
                 for (int64_t i = 0; i < r.count * heads * d_.D; ++i) {
-                    values[at++] = table[entry];
+                    values.push_back(table[entry]);
                     entry = entry + 1 < table.size() ? entry + 1 : 0;
+                    if (int64_t(values.size()) == piece) flush();
                 }
             }
-        Buffer staging(k_.device(), Memory::device, t.numel() * 4);
-        k_.device().copy(s_, staging.data(), values.data(), t.numel() * 4);
-        k_.cast(s_, t, Tensor(staging.data(), DType::f32, t.shape));
-        wait();
+        if (!values.empty()) flush();
     }
 
     Kernels& k_;
@@ -222,19 +250,8 @@ struct Times {
 
 // The fastest of the repeats; in each, the slowest rank counts.
 Times measure(Run& run, Comm& host, int repeats) {
-    using Clock = std::chrono::steady_clock;
     Times best;
-    Stream none;
-    const auto time = [&](auto f) {
-        run.wait();
-        host.barrier(none);
-        const auto start = Clock::now();
-        f();
-        run.wait();
-        double ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-        host.all_reduce(none, Tensor(&ms, DType::f64, {1}), Reduce::max);
-        return ms;
-    };
+    const auto time = [&](auto f) { return slowest_ms(host, f, [&] { run.wait(); }); };
     for (int i = 0; i <= repeats; ++i) {
         const double f = time([&] { run.forward(); }), b = time([&] { run.backward(); });
         if (i == 0) continue;  // warm-up
@@ -246,19 +263,14 @@ Times measure(Run& run, Comm& host, int repeats) {
 
 // GB/s of each rank sending to its neighbour while it receives from the other: the ceiling.
 double exchange_rate(Kernels& k, Comm& device, Comm& host, int64_t bytes) {
-    using Clock = std::chrono::steady_clock;
     const Buffer memory(k.device(), Memory::device, 2 * bytes);
     const Tensor all(memory.data(), DType::u8, {2, bytes});
-    Stream s = k.device().make_stream(), none;
+    Stream s = k.device().make_stream();
     double best = 1e30;
     for (int i = 0; i < 6; ++i) {
-        k.device().synchronize(s);
-        host.barrier(none);
-        const auto start = Clock::now();
-        device.shift(s, all.rows(1, 1), all.rows(0, 1));
-        k.device().synchronize(s);
-        double ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-        host.all_reduce(none, Tensor(&ms, DType::f64, {1}), Reduce::max);
+        const double ms = slowest_ms(
+            host, [&] { device.shift(s, all.rows(1, 1), all.rows(0, 1)); },
+            [&] { k.device().synchronize(s); });
         if (i > 0) best = std::min(best, ms);
     }
     k.device().destroy(s);
@@ -276,17 +288,11 @@ double compare(Run& run, Comm& host, const std::vector<double>& want) {
     return worst;
 }
 
-// Collective over `host`.
-void bench(const Settings& settings, Comm& host_comm, int gpu) {
+// Collective over the ranks.
+void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
     const AttnDims& d = settings.d;
-    Comm* const host = &host_comm;
-    const bool cuda = settings.device == "cuda";
-    const auto kernels = cuda ? make_cuda_kernels(DType::bf16, gpu) : make_cpu_kernels(DType::f32);
-    Kernels& k = *kernels;
-    const auto device = cuda && host->size() > 1 ? make_nccl_comm(*host, gpu)
-                                                 : host->split(0, host->rank(), "world");
-    const int P = host->size();
-    const bool speaks = host->rank() == 0;
+    const bool cuda = settings.ranks.device == "cuda", speaks = host.rank() == 0;
+    const int P = host.size();
 
     std::vector<int32_t> first_key;
     if (settings.documents > 0)
@@ -296,10 +302,10 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
     std::vector<double> want;
     {
         Run run(k, *alone, d, first_key);
-        one = measure(run, *host, settings.repeats);
+        one = measure(run, host, settings.repeats);
         want = run.squares();
     }
-    const double rate = exchange_rate(k, *device, *host, cuda ? 256 << 20 : 8 << 20);
+    const double rate = exchange_rate(k, device, host, cuda ? 256 << 20 : 8 << 20);
     // 2 D per visible pair, head and product, 2 products forward, 5 backward.
     double pairs = double(d.B) * double(d.S) * double(d.S) / 2;
     if (settings.documents > 0) pairs = double(visible_sums(first_key.data(), d.B, d.S).back());
@@ -316,22 +322,22 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
         std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s %9s\n", "mode", "mesh", "fwd ms",
                     "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "imbalance", "error");
     }
-    for (const SeqMode& mode : seq_modes()) {
-        if (!settings.mode.empty() && mode.name != settings.mode) continue;
-        if (!mode.ring && !mode.ulysses) continue;
-        const ParallelChoice choice = choose_parallel({.mode = mode.name, .world = P, .sp = P}, d);
+    for (const ModeChoice& mode : settings.modes) {
+        const ParallelChoice choice = choose_parallel(
+            {.mode = mode.name, .world = P, .sp = P, .ring = mode.ring, .ulysses = mode.ulysses},
+            d);
         bool silent = false;
-        Mesh mesh = make_mesh(*device, choice.shape);
+        Mesh mesh = make_mesh(device, choice.shape);
         for (auto* axis : {&mesh.ring, &mesh.ulysses})
             *axis = std::make_unique<SwitchedComm>(std::move(*axis), silent);
         const auto seq = make_seq_parallel(mode.name, k, mesh, d, settings.head_slices);
         Run run(k, *seq, d, first_key);
-        const Times t = measure(run, *host, settings.repeats);
-        const double error = compare(run, *host, want);
+        const Times t = measure(run, host, settings.repeats);
+        const double error = compare(run, host, want);
         const int64_t sent =
             (mesh.ring->bytes_sent() + mesh.ulysses->bytes_sent()) / (settings.repeats + 1);
         silent = true;
-        const Times c = measure(run, *host, settings.repeats);
+        const Times c = measure(run, host, settings.repeats);
         if (speaks)
             std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10.3f %9.1f %9.2f %9.1e\n",
                         mode.name.c_str(), mesh.shape.str().c_str(), t.forward, t.backward,
@@ -341,36 +347,14 @@ void bench(const Settings& settings, Comm& host_comm, int gpu) {
     }
 }
 
-void bench_on_threads(const Settings& settings) {
-    auto comms = make_thread_comms(settings.threads);
-    std::vector<std::thread> threads;
-    for (int r = 0; r < settings.threads; ++r)
-        threads.emplace_back([&, r] {
-            try {
-                bench(settings, *comms[size_t(r)], r);
-            } catch (const Error& e) {
-                std::fprintf(stderr, "error: rank %d: %s\n", r, e.what());
-                exit_all_ranks(e.code);
-            }
-        });
-    for (std::thread& t : threads) t.join();
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
         const Settings settings = parse(argc, argv);
-        if (settings.threads > 0) {
-            bench_on_threads(settings);
-            return 0;
-        }
-        relaunch(settings.ranks, argc, argv);
-        const LaunchInfo launch = launch_info();
-        const auto alone = make_cpu_kernels(DType::f32);
-        const auto host =
-            launch.launcher.empty() ? make_self_comm(alone->device()) : make_mpi_comm();
-        bench(settings, *host, launch.local_rank);
+        run_on_ranks(settings.ranks, argc, argv, [&](Kernels& k, Comm& device, Comm& host) {
+            bench(settings, k, device, host);
+        });
         return 0;
     } catch (const Error& e) {
         std::fprintf(stderr, "error: %s\n", e.what());
