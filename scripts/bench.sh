@@ -51,17 +51,6 @@ fi
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 
-make_tokens() {
-    python3 - "$1" <<'PYTHON'
-import array, random, sys
-random.seed(1)
-tokens = array.array("H", (random.randrange(32000) for _ in range(3_000_000)))
-with open(sys.argv[1], "wb") as f:
-    array.array("i", [20240520, 1, len(tokens)] + [0] * 253).tofile(f)
-    tokens.tofile(f)
-PYTHON
-}
-
 # Of a log: median tokens/s of the steps that count, GiB, MFU.
 summary() {
     python3 - "$1" "$skip" <<'PYTHON'
@@ -162,7 +151,7 @@ for part in "${parts[@]}"; do
         ops) "$bin/bench_cuda_ops" ;;
         attention) "$bin/bench_attention" ;;
         training)
-            make_tokens "$temporary/tokens.bin"
+            python3 scripts/random_tokens.py "$temporary/tokens.bin" 3000000 32000
             if [ "$ranks" = 1 ]; then training; else training_on_ranks; fi ;;
     esac
 done
