@@ -23,10 +23,6 @@ void watch_signals() {
     std::signal(SIGPIPE, SIG_IGN);
 }
 
-void request_stop() {
-    if (!received) received = SIGTERM;
-}
-
 int stop_requested() { return received; }
 
 }  // namespace torus

@@ -5,7 +5,6 @@
 namespace torus {
 
 void watch_signals();
-void request_stop();   // as if a signal had come: another rank has had one
 int stop_requested();  // the signal's number, or 0
 
 }  // namespace torus

@@ -272,8 +272,7 @@ void Trainer::save(int64_t done, bool last) {
     log_->message("saved " + c_.save_dir + "/" + CheckpointStore::folder_of(done));
 }
 
-void Trainer::between_steps(int64_t done) {
-    const bool last = done == c_.steps || stop_requested();
+void Trainer::between_steps(int64_t done, bool last) {
     auto due = [&](int64_t every) { return every > 0 && (done % every == 0 || done == c_.steps); };
     const bool eval_due = val_loader_ && due(c_.eval_every), sample_due = due(c_.sample_every);
     const bool save_due = !c_.save_dir.empty() && (due(c_.save_every) || last);
@@ -305,9 +304,10 @@ Exit Trainer::train() {
         train_step(step);
         if (step + 1 == profiled.last) setup_.kernels->device().stop_profiler();
         if (step == begin) machine_->check_high_water();
-        const bool stop = world_.size() > 1 ? world_.any(stop_requested()) : stop_requested() != 0;
-        if (stop) request_stop();  // a signal to any rank stops all of them after the same step
-        between_steps(step + 1);
+        // A signal to any rank stops all of them after the same step. Asked for once: one that
+        // comes while this rank waits for the others' answers is for the next step.
+        const bool stop = world_.any(stop_requested());
+        between_steps(step + 1, stop || step + 1 == c_.steps);
         if (!stop) continue;
         world_.say(
             "stopped by a signal after step ", step + 1,

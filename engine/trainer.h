@@ -29,8 +29,8 @@ private:
     void check_resumable(const CheckpointState& old, const std::string& folder) const;
     int64_t read_batches();  // of one step; valid targets over all ranks
     void train_step(int64_t step);
-    void report();                     // the pending step's record
-    void between_steps(int64_t done);  // eval, sample, save
+    void report();                                // the pending step's record
+    void between_steps(int64_t done, bool last);  // eval, sample, save
     void eval(int64_t done);
     void sample(int64_t done);
     void save(int64_t done, bool last);

@@ -1,4 +1,5 @@
 """Several ranks under mpirun: the same numbers as one, one line for what goes wrong, no hang."""
+import fcntl
 import json
 import os
 import pathlib
@@ -136,7 +137,10 @@ class Ranks(Cli):
         for line in process.stdout:
             if "step 3/" in line or line.strip().startswith("step       3/"):
                 break
-        # mpirun's children that run the program, in order of their rank.
+        return process, self.pids(process)
+
+    def pids(self, process):
+        """mpirun's children that run the program, in order of their rank."""
         ranks = []
         for pid in pathlib.Path("/proc").glob("[0-9]*"):
             try:
@@ -148,7 +152,7 @@ class Ranks(Cli):
             if parent == process.pid and rank:
                 ranks.append((int(rank[0].split(b"=")[1]), int(pid.name)))
         self.assertEqual(len(ranks), 2)
-        return process, [pid for _, pid in sorted(ranks)]
+        return [pid for _, pid in sorted(ranks)]
 
     def finish(self, process, seconds):
         try:
@@ -163,6 +167,34 @@ class Ranks(Cli):
         out, err = self.finish(process, 60)
         self.assertEqual(process.returncode, 75, out + err)
         self.assertEqual(len(list((self.dir / "run").glob("step_*"))), 1)
+
+    def test_a_signal_while_the_other_rank_is_late(self):
+        """Rank 0 is held up where it prints, after the step's exchanges: rank 1 then waits in the
+        question whether to stop, and has already answered it."""
+        os.mkfifo(self.dir / "out")
+        pipe = os.open(self.dir / "out", os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+        args = self.arguments(0, "--save-dir", "run", "--log-dir", "log")
+        args[args.index("--steps") + 1] = 1000000
+        program = [str(BIN / "train_gpt"), *map(str, args)]
+        process = subprocess.Popen(
+            ["mpirun", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none",
+             "-np", "1", "sh", "-c", 'exec "$@" >out', "sh", *program, ":", "-np", "1", *program],
+            cwd=self.dir, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        log, size = self.dir / "log" / "log.jsonl", -1
+        deadline = time.monotonic() + 60
+        while not log.exists() or log.stat().st_size != size:
+            self.assertLess(time.monotonic(), deadline, "rank 0 is not held up")
+            size = log.stat().st_size if log.exists() else -1
+            time.sleep(0.5)
+        os.kill(self.pids(process)[1], signal.SIGUSR1)
+        time.sleep(0.2)
+        os.set_blocking(pipe, True)
+        while os.read(pipe, 65536):
+            pass
+        os.close(pipe)
+        out, err = self.finish(process, 60)
+        self.assertEqual(process.returncode, 75, out + err)
 
     def test_a_killed_rank_ends_the_job(self):
         process, ranks = self.start()
