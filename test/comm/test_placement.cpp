@@ -262,6 +262,24 @@ TEST_CASE("choice of mode and degrees") {
     says(message({.mode = "ring", .world = 2}, {1, 8, 6, 4, 8}), "nearest: 3 or 6");
 }
 
+TEST_CASE("ulysses takes two slices of heads where messages are large and no rank cuts a kv head") {
+    const auto kernels = make_cpu_kernels(DType::f32);
+    const auto slices = [&](int ranks, const AttnDims& d) {
+        Mesh mesh = make_plan_mesh({.ulysses = ranks}, 0);
+        Layout device, pinned;
+        make_seq_parallel("ulysses", *kernels, mesh, d)->plan(device, pinned);
+        int count = 0;
+        while (device.has(concat("seq/ulysses", count))) ++count;
+        return count;
+    };
+    EXPECT(slices(2, {1, 65536, 16, 16, 128}) == 2);
+    EXPECT(slices(4, {1, 65536, 32, 8, 128}) == 2);
+    EXPECT(slices(2, {1, 65536, 16, 1, 128}) == 1);  // one kv head for two ranks
+    EXPECT(slices(2, {1, 65536, 6, 6, 128}) == 1);   // three a rank
+    EXPECT(slices(2, {1, 1024, 16, 16, 128}) == 1);  // two messages of 3 MiB
+    EXPECT(slices(2, {1, 2048, 16, 16, 128}) == 2);  // of 6
+}
+
 TEST_CASE("names and aliases of modes are unique") {
     std::set<std::string> names;
     for (const SeqMode& m : seq_modes()) {
