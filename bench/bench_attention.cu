@@ -217,14 +217,18 @@ void print(const Row& r) {
         if (theirs > 0) std::snprintf(text, sizeof text, " (%.2f)", ours / theirs);
         return std::string(text);
     };
+    const auto measured = [](double rate) {
+        return rate > 0 ? std::to_string(std::lround(rate)) : std::string("-");
+    };
     const Problem& s = r.shape;
     const std::string mask = s.documents ? concat("documents of ", s.documents)
                                          : std::string(s.causal ? "causal" : "full");
-    std::printf("| %ld | %ld x %ld | %ld/%ld | %s | %.0f%s | %.0f | %.0f%s | %.0f%s | %.0f |\n",
+    std::printf("| %ld | %ld x %ld | %ld/%ld | %s | %.0f%s | %s | %.0f%s | %.0f%s | %s |\n",
                 long(s.D), long(s.S), long(s.B), long(s.H), long(s.Hk), mask.c_str(), r.ours,
-                ratio(r.ours, r.cudnn).c_str(), r.cudnn, r.plain,
+                ratio(r.ours, r.cudnn).c_str(), measured(r.cudnn).c_str(), r.plain,
                 ratio(r.plain, r.cudnn_backward).c_str(), r.deterministic,
-                ratio(r.deterministic, r.cudnn_backward).c_str(), r.cudnn_backward);
+                ratio(r.deterministic, r.cudnn_backward).c_str(),
+                measured(r.cudnn_backward).c_str());
     std::fflush(stdout);
 }
 

@@ -6,9 +6,9 @@
 set -uo pipefail
 messages=$(mktemp)
 trap 'rm -f "$messages"' EXIT
-"$@" 2> >(tee "$messages" >&2)
+"$@" 2>"$messages"
 status=$?
-wait # for tee
+cat "$messages" >&2
 if [ $status = 0 ] && grep -qE '\(C75[0-9]{2}\)|Registers are spilled' "$messages"; then
     echo "error: ptxas serialized wgmma or spilled registers, see above" >&2
     exit 1
