@@ -172,6 +172,10 @@ __global__ void __launch_bounds__(kLongThreads) norm_forward_long_kernel(const N
     }
 }
 
+// A gradient behind the weight. Never folded into a sum, so that the mean of equal gradients is
+// that gradient, and g - mean(g) vanishes.
+__device__ __forceinline__ float weighted(float d, float w) { return __fmul_rn(d, w); }
+
 // dx = before + rstd * (g - mean(g) - hat * mean(g * hat)) with g = dout * w, hat = (x - mean) *
 // rstd, and means over the row; no mean(g) in RMSNorm. g - mean(g) first: where x hardly varies
 // rstd is large, and rstd * g and rstd * mean(g) would each round to more than their difference.
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) norm_backward_kernel(const No
         }
         Pair sums{0, 0};
         columns.each([&](int k, int i) {
-            const float g = d[k].get(i) * w[k].get(i), centred = x[k].get(i) - mean;
+            const float g = weighted(d[k].get(i), w[k].get(i)), centred = x[k].get(i) - mean;
             sums.a += g;
             sums.b += g * centred;
             dw[k][i] += d[k].get(i) * rstd * centred;
@@ -256,7 +260,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) norm_backward_kernel(const No
 #pragma unroll
         for (int k = 0; k < K; ++k)
             dx[k] = Vec<T, W>::of([&](int i) {
-                return gradient(dx[k].get(i), x[k].get(i), d[k].get(i) * w[k].get(i));
+                return gradient(dx[k].get(i), x[k].get(i), weighted(d[k].get(i), w[k].get(i)));
             });
         columns.write(a.dx + row * a.C, dx);
         ask(slot);
@@ -310,7 +314,7 @@ __global__ void __launch_bounds__(kLongThreads) norm_backward_long_kernel(const 
         each([&](int c) {
             const Vec<T, W> v = load<W>(x + c), d = load<W>(dout + c), w = load<W>(a.w + c);
             for (int i = 0; i < W; ++i) {
-                const float g = d.get(i) * w.get(i);
+                const float g = weighted(d.get(i), w.get(i));
                 sums.a += g;
                 sums.b += g * (v.get(i) - mean);
             }
@@ -322,7 +326,7 @@ __global__ void __launch_bounds__(kLongThreads) norm_backward_long_kernel(const 
             const Vec<T, W> v = load<W>(x + c), d = load<W>(dout + c), w = load<W>(a.w + c);
             const Vec<T, W> before = load<W>(dx + c);
             store(dx + c, Vec<T, W>::of([&](int i) {
-                      return gradient(before.get(i), v.get(i), d.get(i) * w.get(i));
+                      return gradient(before.get(i), v.get(i), weighted(d.get(i), w.get(i)));
                   }));
         });
     }
