@@ -349,11 +349,9 @@ struct BackwardConsumer {
         auto release = [&] {
             wgmma_wait<1>();
             pin(dv), pin(dk);
-            if (at.elected) barrier_arrive(&bar.dout_empty[stage]);
-            // The row statistics come with Q. That all warps have read theirs already follows from
-            // the products above; said warp by warp, racecheck can see it, too.
-            __syncwarp();
-            if (at.lane == 0) barrier_arrive(&bar.q_empty[stage]);
+            if (at.elected)
+                barrier_arrive(&bar.dout_empty[stage]), barrier_arrive(&bar.q_empty[stage]);
+            stats_read<Tile>(stage);
         };
         if constexpr (!Tile::delayed) release();
         if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
@@ -382,7 +380,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         barrier_init(&bar.k_full, 1), barrier_init(&bar.k_empty, Tile::consumers);
         barrier_init(&bar.v_full, 1), barrier_init(&bar.v_empty, Tile::consumers);
         for (int i = 0; i < 2; ++i) {
-            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], 4 * Tile::consumers);
+            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], Tile::consumers);
             barrier_init(&bar.dout_full[i], 1), barrier_init(&bar.dout_empty[i], Tile::consumers);
             barrier_init(&bar.work_full[i], 1);
             barrier_init(&bar.work_empty[i], 4 * Tile::consumers);  // one arrival a warp

@@ -61,6 +61,18 @@ DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
     return w;
 }
 
+// The row statistics of a stage come with its queries, and may be overwritten when these may: all
+// products of a step follow its reads. Consumers say so once more by a barrier that racecheck
+// understands; it follows neither products nor one thread's arrival for its warp.
+template <class Tile>
+DEVICE void stats_read(int stage) {
+    named_arrive<Tile::threads - 96>(4 + stage);  // all consumers, and the producer's warp
+}
+template <class Tile>
+DEVICE void stats_wait(int stage) {
+    named_sync<Tile::threads - 96>(4 + stage);
+}
+
 // One thread that keeps the copies coming. It has 24 registers, so it reads its unit of work back
 // from shared memory where it can.
 template <class Tile>
@@ -103,6 +115,7 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
             tma_load(shared + Tile::q_at + s * Tile::q_bytes, &p.q, &bar.q_full[s], m * Tile::m,
                      head, batch, keep_in_l2);
+            if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
                       static_cast<const RowStats<Tile::m>*>(p.stats) +
                           int64_t((batch * p.heads + head) * p.m_tiles + m),

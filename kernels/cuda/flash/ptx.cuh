@@ -120,13 +120,17 @@ template <int R>
 DEVICE void registers_shrink() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
 }
+template <int Threads>
+DEVICE void named_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
 template <int Id, int Threads>
 DEVICE void named_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
 }
-template <int Id, int Threads>
-DEVICE void named_arrive() {
-    asm volatile("bar.arrive %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
+template <int Threads>
+DEVICE void named_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
