@@ -1,9 +1,9 @@
 // Attention forward for Hopper, after FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): one
-// warpgroup only moves tiles with TMA, two others own 64 query rows each and run the softmax of one
-// key tile under the matrix products of its neighbours, their own and the other warpgroup's.
-// Blocks stay on their multiprocessor and draw tiles from a counter, the longest first, so that the
-// loads of the next tile run under the end of the last one. Within a section of heads whose keys
-// and values fit the L2 cache, tiles of the same query range follow one another.
+// warpgroup only moves tiles with TMA, two or three others own 64 query rows each and run the
+// softmax of one key tile under the matrix products of its neighbours, their own and the other
+// warpgroups'. Blocks stay on their multiprocessor and draw query tiles from a counter, the longest
+// first; the last product of one runs beside the first of the next. Within a section of heads whose
+// keys and values fit the L2 cache, tiles of the same query range follow one another.
 // D head dim, M query rows and N keys of a tile; see docs/flash_attention.md.
 #pragma once
 #include "kernels/cuda/flash/params.h"
@@ -11,23 +11,23 @@
 
 namespace torus::flash {
 
-template <class T, int D, int N>
+template <class T, int D, int Consumers>
 struct ForwardTile {
     using Element = T;
-    static constexpr int d = D, n = N, consumers = 2, m = 64 * consumers;
+    static constexpr int d = D, n = 128, consumers = Consumers, m = 64 * consumers;
     static constexpr int threads = 128 * (1 + consumers), stages = 2;
-    static constexpr int producer_registers = 40, consumer_registers = 232;
-    // The code of the consumers once for each warpgroup and stage, so that the addresses of tiles
-    // are constants. At D 64, where fewer cycles go by between its instructions, so much code comes
-    // too slowly from the instruction cache.
-    static constexpr bool copies = D == 128;
-    static constexpr uint32_t q_bytes = m * D * 2, kv_bytes = N * D * 2;
-    static constexpr int shared_bytes = q_bytes + 2 * stages * kv_bytes + 1024;  // 1024: alignment
+    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
+    static constexpr int consumer_registers = consumers == 2 ? 232 : 160;
+    static constexpr uint32_t rows_bytes = 64 * D * 2;  // queries, and later o, of a warpgroup
+    static constexpr uint32_t q_bytes = consumers * rows_bytes, kv_bytes = n * D * 2;
+    // offsets in shared memory
+    static constexpr uint32_t q_at = 0, k_at = q_at + stages * q_bytes;
+    static constexpr uint32_t v_at = k_at + stages * kv_bytes;
+    static constexpr int shared_bytes = v_at + stages * kv_bytes + 1024;  // 1024: alignment
 };
 
 struct ForwardBarriers {
-    uint64_t q_full, q_empty;
-    uint64_t k_full[2], k_empty[2], v_full[2], v_empty[2];
+    uint64_t q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
     uint64_t work_full[2], work_empty[2];
 };
 
@@ -68,19 +68,29 @@ DEVICE void find_keys(const Mask& mask, int batch, ForwardWork& w) {
 template <class Tile>
 DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, ForwardWork* slots,
                             uint32_t shared) {
-    const uint32_t q_tile = shared, k_tile = shared + Tile::q_bytes;
-    const uint32_t v_tile = k_tile + Tile::stages * Tile::kv_bytes;
     const bool leader = threadIdx.x == 0;
     if (leader) tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
-    // Key tiles loaded into either stage, and query tiles. With copies the first keys of a query
-    // tile always go to stage 0.
-    int uses[2] = {0, 0}, q_loads = 0;
+    int kv_loads = 0, q_loads = 0;              // tiles so far; they go to the two stages in turn
+    int count = 0, top = 0, batch = 0, kv = 0;  // key tiles of the unit at work, and the last one
+    auto load = [&](const CUtensorMap* map, uint32_t at, uint64_t* full, uint64_t* empty, int i) {
+        const int stage = (kv_loads + i) % 2;
+        barrier_wait(empty + stage, ((kv_loads + i) / 2 + 1) % 2);
+        barrier_expect(full + stage, Tile::kv_bytes);
+        tma_load(shared + at + stage * Tile::kv_bytes, map, full + stage, (top - i) * Tile::n, kv,
+                 batch, keep_in_l2);
+    };
+    auto load_k = [&](int i) { load(&p.k, Tile::k_at, bar.k_full, bar.k_empty, i); };
+    auto load_v = [&](int i) { load(&p.v, Tile::v_at, bar.v_full, bar.v_empty, i); };
+    // In each turn a unit of work is found while the first loads of the one before it are on their
+    // way; then come the rest of that one's loads and the first of this one's. The number of the
+    // next one is asked for a turn ahead.
     int tile = blockIdx.x;
+#pragma unroll 1
     for (int turn = 0;; ++turn) {
-        ForwardWork w{-1, -1, 0, 0, 0, 0};
         int next = p.tiles;
+        if (leader && p.counter && tile < p.tiles) next = int(gridDim.x) + atomicAdd(p.counter, 1);
+        ForwardWork w{-1, -1, 0, 0, 0, 0};
         if (tile < p.tiles) {
-            if (leader && p.counter) next = int(gridDim.x) + atomicAdd(p.counter, 1);
             find_tile(p, tile, w);
             find_keys<Tile::m, Tile::n>(p.mask, w.head / p.heads, w);
         }
@@ -88,32 +98,28 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
             barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
             slots[turn % 2] = w;
             barrier_arrive(&bar.work_full[turn % 2]);
+            if (count > 0) {
+#pragma unroll 1
+                for (int i = 1; i < count; ++i) load_k(i), load_v(i - 1);
+                load_v(count - 1);
+                kv_loads += count;
+            }
         }
         if (w.head < 0) break;
-        if (leader && w.begin < w.end) {
-            const int batch = w.head / p.heads, head = w.head % p.heads, kv = head / p.group;
-            const int start = Tile::copies ? 0 : (uses[0] + uses[1]) % 2;
-            auto load = [&](const CUtensorMap* map, uint32_t to, uint64_t* full, uint64_t* empty,
-                            int i, int row) {
-                const int stage = (start + i) % 2;
-                barrier_wait(empty + stage, ((stage ? uses[1] : uses[0]) + i / 2 + 1) % 2);
-                barrier_expect(full + stage, Tile::kv_bytes);
-                tma_load(to + stage * Tile::kv_bytes, map, full + stage, row, kv, batch,
-                         keep_in_l2);
-            };
-            const int count = w.end - w.begin, top = w.end - 1;
-            load(&p.k, k_tile, bar.k_full, bar.k_empty, 0, top * Tile::n);
-            barrier_wait(&bar.q_empty, (q_loads + 1) % 2);
-            barrier_expect(&bar.q_full, Tile::q_bytes);
-            tma_load(q_tile, &p.q, &bar.q_full, w.m * Tile::m, head, batch, pass_through);
-#pragma unroll 1
-            for (int i = 1; i < count; ++i) {
-                load(&p.k, k_tile, bar.k_full, bar.k_empty, i, (top - i) * Tile::n);
-                load(&p.v, v_tile, bar.v_full, bar.v_empty, i - 1, (top - i + 1) * Tile::n);
+        if (leader) {
+            const int head = w.head % p.heads;
+            count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
+            if (count > 0) {
+                load_k(0);
+                const int stage = q_loads % 2;
+                barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
+                barrier_expect(&bar.q_full[stage], Tile::q_bytes);
+                for (int i = 0; i < Tile::consumers; ++i)
+                    tma_load(shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes,
+                             &p.q, &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch,
+                             pass_through);
+                ++q_loads;
             }
-            load(&p.v, v_tile, bar.v_full, bar.v_empty, count - 1, w.begin * Tile::n);
-            const int more = (count + 1) / 2, fewer = count / 2;
-            uses[0] += start ? fewer : more, uses[1] += start ? more : fewer, ++q_loads;
         }
         tile = __shfl_sync(~0u, next, 0);
     }
@@ -160,119 +166,183 @@ struct Softmax {
     }
 };
 
-// Divides by the sum and writes two rows of o and lse; with carry merges them into what is there.
-template <class T, int D>
-DEVICE void forward_store(const ForwardParams& p, int head_number, int row0, float (&o)[D / 2],
-                          const float (&top)[2], float (&sum)[2]) {
+// The end of two rows of a query tile: what divides their output, and their log-sum-exp.
+struct RowEnds {
+    float weight[2], lse[2];
+
+    DEVICE RowEnds(const float (&top)[2], const float (&sums)[2], float scale) {
+        UNROLL for (int r = 0; r < 2; ++r) {
+            float sum = sums[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const bool empty = !(sum > 0);
+            weight[r] = empty ? 0.f : __fdividef(1.f, sum);
+            lse[r] = empty ? -INFINITY : top[r] * scale + __logf(sum);
+        }
+    }
+};
+
+// Merges two rows of o and lse into what is there.
+template <int D>
+DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
+                          const float (&o)[D / 2], const RowEnds& ends) {
     const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
-        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
         const int row = row0 + 8 * r;
-        const bool inside = row < p.mask.queries, empty = !(sum[r] > 0);
-        float weight = empty ? 0.f : 1.f / sum[r];
-        float lse = empty ? -INFINITY : top[r] * p.scale + __logf(sum[r]);
+        if (row >= p.mask.queries || ends.lse[r] == -INFINITY) continue;
         float* const lse_at = p.lse + int64_t(head_number) * p.mask.queries + row;
-        const int64_t at = batch * p.o_pitch.batch + row * p.o_pitch.row + head * p.o_pitch.head;
-        if (p.carry) {
-            if (!inside || empty) continue;
-            const float before = *lse_at, high = fmaxf(before, lse);
-            const float old_part = __expf(before - high), new_part = __expf(lse - high);
-            __syncwarp(0xFu << (threadIdx.x % 32 / 4 * 4));  // the quad has read lse
-            const float total = old_part + new_part;
-            const float keep = old_part / total;
-            weight *= new_part / total;
-            if (quad == 0) *lse_at = high + __logf(total);
-            float* const to = static_cast<float*>(p.o) + at + 2 * quad;
-            UNROLL for (int j = 0; j < D / 8; ++j) {
-                float2 x = *reinterpret_cast<float2*>(to + 8 * j);
-                x.x = x.x * keep + o[4 * j + 2 * r] * weight;
-                x.y = x.y * keep + o[4 * j + 2 * r + 1] * weight;
-                *reinterpret_cast<float2*>(to + 8 * j) = x;
-            }
-            continue;
-        }
-        if (inside && quad == 0) *lse_at = lse;
-        T* const to = static_cast<T*>(p.o) + at + 8 * quad;
-        UNROLL for (int j = 0; j < D / 8; j += 4) {
-            uint32_t x[4];
-            UNROLL for (int i = 0; i < 4; ++i) x[i] =
-                pack<T>(o[4 * (j + i) + 2 * r] * weight, o[4 * (j + i) + 2 * r + 1] * weight);
-            transpose_quad(x);
-            if (inside) *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+        const float before = *lse_at, high = fmaxf(before, ends.lse[r]);
+        const float old_part = __expf(before - high), new_part = __expf(ends.lse[r] - high);
+        __syncwarp(0xFu << (threadIdx.x % 32 / 4 * 4));  // the quad has read lse
+        const float total = old_part + new_part, keep = __fdividef(old_part, total);
+        const float weight = ends.weight[r] * __fdividef(new_part, total);
+        if (quad == 0) *lse_at = high + __logf(total);
+        float* const to = static_cast<float*>(p.o) + batch * p.o_pitch.batch + row * p.o_pitch.row +
+                          head * p.o_pitch.head + 2 * quad;
+        UNROLL for (int j = 0; j < D / 8; ++j) {
+            float2 x = *reinterpret_cast<float2*>(to + 8 * j);
+            x.x = x.x * keep + o[4 * j + 2 * r] * weight;
+            x.y = x.y * keep + o[4 * j + 2 * r + 1] * weight;
+            *reinterpret_cast<float2*>(to + 8 * j) = x;
         }
     }
 }
 
-// A consumer warpgroup. Group: an int, or such a constant; `stage`, `here` and `next` likewise.
-template <class Tile, class Group>
+// Writes two rows of lse, and of o into the warpgroup's 64 rows of shared memory, from where TMA
+// takes them.
+template <class T, int D>
+DEVICE void forward_stage(const ForwardParams& p, int head_number, int row0, uint32_t to,
+                          const float (&o)[D / 2], const RowEnds& ends) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    if (lane % 4 == 0)
+        UNROLL for (int r = 0; r < 2; ++r) if (row0 + 8 * r < p.mask.queries)
+            p.lse[int64_t(head_number) * p.mask.queries + row0 + 8 * r] = ends.lse[r];
+    // Four 8 x 8 tiles at a time, two above each other; this lane names a row of one of them.
+    const uint32_t rows = to + (warp * 16 + lane % 16) * 128;
+    const uint32_t swizzle = (lane / 16 ^ lane % 8) * 16;
+    UNROLL for (int j = 0; j < D / 8; j += 2) {
+        uint32_t x[4];
+        UNROLL for (int i = 0; i < 4; ++i) {
+            const int at = 4 * (j + i / 2) + 2 * (i % 2);
+            x[i] = pack<T>(o[at] * ends.weight[i % 2], o[at + 1] * ends.weight[i % 2]);
+        }
+        store_matrix(rows + j / 8 * 8192 + (j % 8 * 16 ^ swizzle), x);
+    }
+}
+
+// Two rows of o and lse for queries that see no key.
+template <class T, int D>
+DEVICE void store_nothing(const ForwardParams& p, int head_number, int row0) {
+    if (p.carry) return;
+    const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
+#pragma unroll 1
+    for (int row = row0; row < min(row0 + 9, p.mask.queries); row += 8) {
+        if (quad == 0) p.lse[int64_t(head_number) * p.mask.queries + row] = -INFINITY;
+        const int64_t at = batch * p.o_pitch.batch + row * p.o_pitch.row + head * p.o_pitch.head;
+        T* const to = static_cast<T*>(p.o) + at + 8 * quad;
+#pragma unroll 1
+        for (int i = 0; i < D; i += 32) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// A consumer warpgroup. One copy of its code serves all warpgroups and stages: with more, at each
+// change of the query tile much of it had to come anew into the instruction caches.
+template <class Tile>
 struct ForwardConsumer {
     using T = typename Tile::Element;
     static constexpr int D = Tile::d, N = Tile::n;
     const ForwardParams& p;
     ForwardBarriers& bar;
     const uint32_t shared;
-    const Group group;
-    // Parities of the loads to wait for, by stage; where the keys of the next query tile begin.
-    uint32_t k_phases = 0, v_phases = 0, q_phase = 0;
-    int start = 0;
+    const int group;
+    const ForwardWork* const slots;
+    // What to wait for, in one register. Bits 0 and 1: parity of the loads of K, by stage; 2 and 3:
+    // of V; 4: stage of the queries, 5: parity of their load; 8 and up: units of work so far.
+    uint32_t phases = 0;
     float s[N / 2], o[D / 2];
     uint32_t probability[N / 4];
     Softmax<N> soft;
-    int low[2], high[2];  // the keys of this thread's two rows
+    int low[2];  // first keys of this thread's two rows
 
     DEVICE bool elected() const { return threadIdx.x % 128 == 0; }
+    DEVICE int row_of(const ForwardWork& w) const {  // the first; the second is 8 rows below
+        return w.m * Tile::m + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    }
 
-    template <class Stage>
-    DEVICE void scores(Stage stage) {                         // s = Q K^T, asynchronous
-        const uint32_t q_tile = shared + group * (64 * 128);  // this warpgroup's rows of each panel
-        const uint32_t k_tile = shared + Tile::q_bytes + stage * Tile::kv_bytes;
-        barrier_wait(&bar.k_full[stage], k_phases >> stage & 1);
-        k_phases ^= 1 << stage;
+    DEVICE ForwardWork take() {
+        const uint32_t slot = phases >> 8 & 1;
+        barrier_wait(&bar.work_full[slot], phases >> 9 & 1);
+        ForwardWork w = slots[slot];
+        // The same for all threads to the compiler, too.
+        w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
+        w.head = __shfl_sync(~0u, w.head, 0);
+        __syncwarp();  // all lanes have read the slot
+        if (threadIdx.x % 32 == 0) barrier_arrive(&bar.work_empty[slot]);
+        phases += 1 << 8;
+        return w;
+    }
+
+    // This warpgroup's rows of the queries in a stage.
+    DEVICE uint32_t queries(uint32_t stage) const {
+        return shared + Tile::q_at + stage * Tile::q_bytes + group * Tile::rows_bytes;
+    }
+    DEVICE uint32_t queries() const { return queries(phases >> 4 & 1); }
+    DEVICE void wait_for_queries() { barrier_wait(&bar.q_full[phases >> 4 & 1], phases >> 5 & 1); }
+    DEVICE void leave_queries() {
+        phases ^= 1 << 4 | (phases << 1 & 1 << 5);  // behind stage 1 the parity changes
+    }
+    DEVICE void sync() const {  // this warpgroup
+        named_sync<128>(1 + group);
+    }
+    DEVICE void wait_for_keys(int stage) {
+        barrier_wait(&bar.k_full[stage], phases >> stage & 1);
+        phases ^= 1 << stage;
+    }
+    DEVICE void wait_for_values(int stage) {
+        barrier_wait(&bar.v_full[stage], phases >> (2 + stage) & 1);
+        phases ^= 4 << stage;
+    }
+    DEVICE void scores(uint32_t q_tile, int stage) {  // s = Q K^T, asynchronous
+        const uint32_t k_tile = shared + Tile::k_at + stage * Tile::kv_bytes;
         wgmma_fence();
         UNROLL for (int k = 0; k < D / 16; ++k)
-            wgmma_ss<T, N, 0, 0>(s, k_major<Tile::m>(q_tile, k), k_major<N>(k_tile, k), k > 0);
+            wgmma_ss<T, N, 0, 0>(s, k_major<64>(q_tile, k), k_major<N>(k_tile, k), k > 0);
         wgmma_commit();
     }
-    template <class Stage>
-    DEVICE void output(Stage stage) {  // o += P V, asynchronous
-        const uint32_t v_tile = shared + Tile::q_bytes + (Tile::stages + stage) * Tile::kv_bytes;
-        barrier_wait(&bar.v_full[stage], v_phases >> stage & 1);
-        v_phases ^= 1 << stage;
+    DEVICE void output(int stage) {  // o += P V, asynchronous
+        const uint32_t v_tile = shared + Tile::v_at + stage * Tile::kv_bytes;
         wgmma_fence();
         UNROLL for (int k = 0; k < N / 16; ++k)
             wgmma_rs<T, D, 1>(o, probability + 4 * k, mn_major<N>(v_tile, k), 1);
         wgmma_commit();
     }
     DEVICE void hide(const ForwardWork& w, int n) {
-        if (n >= w.full_end || n < w.full_begin)
-            soft.mask(s, n * N + 2 * (threadIdx.x % 4), low, high);
+        if (n < w.full_end && n >= w.full_begin) return;
+        int high[2];
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const int row = row_of(w) + 8 * r;
+            high[r] = row < p.mask.queries ? p.mask.high(row) : 0;
+        }
+        soft.mask(s, n * N + 2 * (threadIdx.x % 4), low, high);
+    }
+    // Never traps. The branch depends on every probability, so that ptxas cannot move their
+    // computation behind the wait, away from under the product.
+    DEVICE void keep_before_wait() {
+        if (soft.sum[0] < 0 || soft.sum[1] < 0) __trap();
     }
 
-    // The first scores of a query tile.
-    template <class Stage>
-    DEVICE void begin(const ForwardWork& w, Stage stage) {
-        scores(stage);
-        wgmma_wait<0>();
-        pin(s);
-        if (elected()) barrier_arrive(&bar.k_empty[stage]);
-        hide(w, w.end - 1);
-        soft.step(s, p.scale_log2);
-        repack<T>(s, probability);
-    }
     // The scores of key tile n, which lies in stage `next`, and the output of the one before.
-    template <class Stage, class Next>
-    DEVICE void step(const ForwardWork& w, int n, Stage here, Next next) {
-        scores(next);
+    DEVICE void step(const ForwardWork& w, int n, uint32_t q_tile, int here, int next) {
+        wait_for_keys(next);
+        scores(q_tile, next);
+        wait_for_values(here);
         output(here);
         wgmma_wait<1>();
         pin(s);
         if (elected()) barrier_arrive(&bar.k_empty[next]);
         hide(w, n);
         soft.step(s, p.scale_log2);
-        // Never true. It makes the branch depend on every probability, so that ptxas cannot move
-        // their computation behind the wait, away from under the product.
-        if (soft.sum[0] < 0 || soft.sum[1] < 0) __trap();
+        keep_before_wait();
         wgmma_wait<0>();
         pin(o);
         if (elected()) barrier_arrive(&bar.v_empty[here]);
@@ -280,79 +350,79 @@ struct ForwardConsumer {
         if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
             UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
     }
-    template <class Stage>
-    DEVICE void finish(Stage here) {
-        if (elected()) barrier_arrive(&bar.q_empty);
+    // A step from one query tile to the next, so that the products do not stop between them: the
+    // last output of `w`, which is stored, and the first scores of `after`. Either may be absent
+    // (head < 0); its product then runs on whatever lies there, and is not used.
+    DEVICE void turn_over(const ForwardWork& w, const ForwardWork& after, int here, int next) {
+        const bool from = w.head >= 0, to = after.head >= 0;
+        const uint32_t old_stage = phases >> 4 & 1;
+        if (from) wait_for_values(here), leave_queries();
         output(here);
-        wgmma_wait<0>();
+        if (to) wait_for_queries(), wait_for_keys(next);
+        scores(queries(), next);
+        const RowEnds ends(soft.top, soft.sum, p.scale);
+        wgmma_wait<1>();
         pin(o);
-        if (elected()) barrier_arrive(&bar.v_empty[here]);
-    }
-
-    // All key tiles of a query tile.
-    DEVICE void walk(const ForwardWork& w) {
-        constexpr std::integral_constant<int, 0> first;
-        constexpr std::integral_constant<int, 1> second;
-        barrier_wait(&bar.q_full, q_phase);
-        q_phase ^= 1;
-        int n = w.end - 2;
-        if constexpr (Tile::copies) {
-            begin(w, first);
-#pragma unroll 1
-            for (; n > w.begin; n -= 2) {
-                step(w, n, first, second);
-                step(w, n - 1, second, first);
-            }
-            if (n == w.begin) {
-                step(w, n, first, second);
-                finish(second);
-            } else {
-                finish(first);
-            }
-        } else {
-            int here = start;
-            begin(w, here);
-#pragma unroll 1
-            for (; n >= w.begin; --n) {
-                step(w, n, here, here ^ 1);
-                here ^= 1;
-            }
-            finish(here);
-            start = here ^ 1;
+        if (from) {
+            if (elected()) barrier_arrive(&bar.v_empty[here]);
+            store(w, old_stage, ends);
+        }
+        soft = {};
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const int row = row_of(after) + 8 * r;
+            low[r] = to && row < p.mask.queries ? p.mask.low(after.head / p.heads, row) : 0;
+        }
+        UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
+        wgmma_wait<0>();
+        pin(s);
+        if (to && elected()) barrier_arrive(&bar.k_empty[next]);
+        hide(after, after.end - 1);
+        soft.step(s, p.scale_log2);
+        repack<T>(s, probability);
+        if (from && elected()) {
+            bulk_wait_read();  // o has left the place of the queries
+            barrier_arrive(&bar.q_empty[old_stage]);
         }
     }
-
-    DEVICE void run(const ForwardWork* slots) {
-        const int lane = threadIdx.x % 32;
-        const int row_in_tile = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-        for (int turn = 0;; ++turn) {
-            barrier_wait(&bar.work_full[turn % 2], turn / 2 % 2);
-            ForwardWork w = slots[turn % 2];
-            // The same for all threads to the compiler, too.
-            w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
-            w.head = __shfl_sync(~0u, w.head, 0);
-            __syncwarp();  // all lanes have read the slot
-            if (lane == 0) barrier_arrive(&bar.work_empty[turn % 2]);
-            if (w.head < 0) break;
-            const int row = w.m * Tile::m + row_in_tile, batch = w.head / p.heads;
-            UNROLL for (int r = 0; r < 2; ++r) {
-                const bool inside = row + 8 * r < p.mask.queries;
-                low[r] = inside ? p.mask.low(batch, row + 8 * r) : 0;
-                high[r] = inside ? p.mask.high(row + 8 * r) : 0;
-            }
-            soft = {};
-            UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
-            if (w.begin < w.end) walk(w);
-            forward_store<T, D>(p, w.head, row, o, soft.top, soft.sum);
+    DEVICE void store(const ForwardWork& w, uint32_t stage, const RowEnds& ends) {
+        if (p.carry) return forward_merge<D>(p, w.head, row_of(w), o, ends);
+        forward_stage<T, D>(p, w.head, row_of(w), queries(stage), o, ends);
+        fence_async();
+        sync();
+        if (elected()) {
+            tma_store(&p.o_map, queries(stage), w.m * Tile::m + group * 64, w.head % p.heads,
+                      w.head / p.heads);
+            bulk_commit();
         }
+    }
+    // All key tiles of w but the first, whose scores are known, and the last output; `here`: the
+    // stage of the first one. Returns that of the last.
+    DEVICE int walk(const ForwardWork& w, int here) {
+        // The reduction brings the address into a uniform register, where descriptors are made.
+        const uint32_t q_tile = __reduce_max_sync(~0u, queries());
+#pragma unroll 1
+        for (int n = w.end - 2; n >= w.begin; --n, here ^= 1) step(w, n, q_tile, here, here ^ 1);
+        return here;
+    }
+
+    DEVICE void run() {
+        ForwardWork w{-1, -1, 0, 0, 0, 0};
+        int here = 1;  // stage of the last key tile
+#pragma unroll 1
+        while (true) {
+            ForwardWork after = take();
+            while (after.head >= 0 && after.begin >= after.end) {
+                store_nothing<T, D>(p, after.head, row_of(after));
+                after = take();
+            }
+            if (w.head >= 0 || after.head >= 0) turn_over(w, after, here, here ^ 1);
+            if (after.head < 0) break;
+            w = after;
+            here = walk(w, here ^ 1);
+        }
+        if (elected()) bulk_wait();  // shared memory outlives the last store
     }
 };
-
-template <class Tile, class Group>
-DEVICE ForwardConsumer<Tile, Group> forward_consumer(const ForwardParams& p, ForwardBarriers& bar,
-                                                     uint32_t shared, Group group) {
-    return {p, bar, shared, group};
-}
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
@@ -363,8 +433,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     __shared__ ForwardWork slots[2];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
-        barrier_init(&bar.q_full, 1), barrier_init(&bar.q_empty, Tile::consumers);
         for (int i = 0; i < Tile::stages; ++i) {
+            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], Tile::consumers);
             barrier_init(&bar.k_full[i], 1), barrier_init(&bar.k_empty[i], Tile::consumers);
             barrier_init(&bar.v_full[i], 1), barrier_init(&bar.v_empty[i], Tile::consumers);
         }
@@ -381,12 +451,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         if (threadIdx.x < 32) forward_produce<Tile>(p, bar, slots, shared);
     } else {
         registers_grow<Tile::consumer_registers>();
-        if constexpr (!Tile::copies)
-            forward_consumer<Tile>(p, bar, shared, group - 1).run(slots);
-        else if (group == 1)
-            forward_consumer<Tile>(p, bar, shared, std::integral_constant<int, 0>{}).run(slots);
-        else
-            forward_consumer<Tile>(p, bar, shared, std::integral_constant<int, 1>{}).run(slots);
+        ForwardConsumer<Tile>{p, bar, shared, group - 1, slots}.run();
     }
 #endif
 }

@@ -16,7 +16,8 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     const int64_t l2_share = int64_t(32) << 20;  // of 50 MB or more: K and V of the heads at work
     const int64_t fit = std::max(int64_t(1), l2_share / (4 * Tk * Tile::d));
     ForwardParams p{};
-    p.q = tile_map(a.q, Tile::m);
+    p.q = tile_map(a.q, 64);
+    if (!a.carry) p.o_map = tile_map(a.o, 64);
     p.k = tile_map(a.k, Tile::n);
     p.v = tile_map(a.v, Tile::n);
     p.o = a.o.data, p.lse = a.lse.as<float>(), p.o_pitch = pitch_of(a.o);

@@ -33,9 +33,9 @@ struct Mask {
 };
 
 struct ForwardParams {
-    CUtensorMap q, k, v;
-    void* o;     // (B,Tq,H,D), T, or float with carry
-    float* lse;  // (B,H,Tq)
+    CUtensorMap q, k, v, o_map;  // o_map: not with carry
+    void* o;                     // (B,Tq,H,D), T, or float with carry
+    float* lse;                  // (B,H,Tq)
     Pitch o_pitch;
     Mask mask;
     int32_t* counter;  // tiles handed out beyond the first of each block; null when there are none

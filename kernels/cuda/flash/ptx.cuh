@@ -79,6 +79,13 @@ DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, 
         "l"(policy)
         : "memory");
 }
+DEVICE void tma_store(const CUtensorMap* map, uint32_t from, int row, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
+        "[%1];" ::"l"(map),
+        "r"(from), "r"(0), "r"(row), "r"(0), "r"(head), "r"(batch)
+        : "memory");
+}
 DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint64_t* b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
@@ -180,6 +187,11 @@ DEVICE float2 unpack(uint32_t x) {
         return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
     else
         return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+DEVICE void store_matrix(uint32_t to, const uint32_t* r) {  // four 8x8 tiles
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 DEVICE void store_matrix_transposed(uint32_t to, const uint32_t* r) {  // four 8x8 tiles, transposed
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),

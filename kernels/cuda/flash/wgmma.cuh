@@ -41,15 +41,11 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
     WG_L_64                                                                                 \
         ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
         "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define WG_L_160 WG_L_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define WG_L_192 WG_L_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WG_F8(i)                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WG_F_64 WG_F8(0), WG_F8(8), WG_F8(16), WG_F8(24)
 #define WG_F_128 WG_F_64, WG_F8(32), WG_F8(40), WG_F8(48), WG_F8(56)
-#define WG_F_160 WG_F_128, WG_F8(64), WG_F8(72)
-#define WG_F_192 WG_F_160, WG_F8(80), WG_F8(88)
 // clang-format on
 
 // A, B, P ...: operand numbers of the inputs, which follow the accumulators.
@@ -82,15 +78,11 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
 // Trans 0: K-major, 1: MN-major. accumulate 0 overwrites d.
 template <class T, int N, int TransA, int TransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(N == 64 || N == 128 || N == 160 || N == 192);
+    static_assert(N == 64 || N == 128);
     if constexpr (N == 64) {
         WG_SS(64, 32, 33, 34, 35, 36);
-    } else if constexpr (N == 128) {
-        WG_SS(128, 64, 65, 66, 67, 68);
-    } else if constexpr (N == 160) {
-        WG_SS(160, 80, 81, 82, 83, 84);
     } else {
-        WG_SS(192, 96, 97, 98, 99, 100);
+        WG_SS(128, 64, 65, 66, 67, 68);
     }
 }
 template <class T, int N, int TransB>
