@@ -1,10 +1,7 @@
-// The board is an anonymous piece of shared memory: its name is removed as soon as all ranks of the
-// machine have it, so nothing is left behind whatever happens. The process is ended with _Exit:
-// aborting a communicator can itself hang.
+// Where the board cannot be shared each rank keeps its own, and a report then names only itself.
+// The process is ended with _Exit: aborting a communicator can itself hang.
 #include "comm/watchdog.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -42,50 +39,20 @@ int machine_color(Comm& host) {
     return color;
 }
 
-// Shared memory of the ranks of `local`; ordinary memory when there is one rank.
-void* map_board(Comm& local, size_t bytes) {
-    Stream none;
-    int64_t pid = getpid();
-    local.broadcast(none, Tensor(&pid, DType::i64, {1}), 0);
-    const std::string name = concat("/torus-board-", pid);
-    int file = -1;
-    if (local.rank() == 0) {
-        shm_unlink(name.c_str());
-        file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-        if (file >= 0 && ftruncate(file, off_t(bytes)) != 0) {
-            close(file);
-            file = -1;
-        }
-    }
-    local.barrier(none);
-    if (local.rank() != 0) file = shm_open(name.c_str(), O_RDWR, 0600);
-    local.barrier(none);
-    if (local.rank() == 0) shm_unlink(name.c_str());
-    // If any rank could not map the board, each keeps its own: reports then name only itself.
-    int32_t ok = file >= 0;
-    local.all_reduce(none, Tensor(&ok, DType::i32, {1}), Reduce::min);
-    const int flags = ok ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
-    void* board = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, ok ? file : -1, 0);
-    if (file >= 0) close(file);
-    require(board != MAP_FAILED, Exit::out_of_memory, "no memory for the watchdog's board");
-    return board;
-}
-
 }  // namespace
 
 FlightRecorder::FlightRecorder(Comm& host) : world_size_(host.size()) {
     const auto local = host.split(machine_color(host), host.rank(), "machine");
     local_size_ = local->size();
     local_rank_ = local->rank();
-    void* board = map_board(*local, sizeof(FlightSlot) * size_t(local_size_));
-    slots_ = static_cast<FlightSlot*>(board);
+    board_ =
+        std::make_unique<SharedMemory>(*local, int64_t(sizeof(FlightSlot)) * int64_t(local_size_));
+    slots_ = static_cast<FlightSlot*>(board_->data());
     slots_[local_rank_].rank = host.rank();
     sign_of_life();
     Stream none;
     local->barrier(none);
 }
-
-FlightRecorder::~FlightRecorder() { munmap(slots_, sizeof(FlightSlot) * size_t(local_size_)); }
 
 void FlightRecorder::begin(const char* op, const std::string& comm, int64_t count, DType dtype) {
     FlightSlot& me = slots_[local_rank_];

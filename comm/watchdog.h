@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/shared_memory.h"
 
 namespace torus {
 
@@ -29,9 +30,6 @@ class FlightRecorder {
 public:
     // Collective over `host`, whose ranks of one machine then share a board.
     explicit FlightRecorder(Comm& host);
-    ~FlightRecorder();
-    FlightRecorder(const FlightRecorder&) = delete;
-    FlightRecorder& operator=(const FlightRecorder&) = delete;
 
     void begin(const char* op, const std::string& comm, int64_t count, DType dtype);
     void end();
@@ -41,7 +39,8 @@ public:
     std::string report(std::vector<int>* missing) const;
 
 private:
-    FlightSlot* slots_ = nullptr;
+    std::unique_ptr<SharedMemory> board_;
+    FlightSlot* slots_ = nullptr;  // on it, by rank of this machine
     int local_size_ = 1, local_rank_ = 0;
     int world_size_ = 1;
 };

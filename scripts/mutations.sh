@@ -232,6 +232,29 @@ if (a[i] == b[i]) continue;
 ----
 if (a[i].first == b[i].first) continue;
 END
+fault 'copies do not wait for the receiver' comm/peer_copy.cpp test_comm 'peer copy*' <<'END'
+    device_->wait(s, to, to);  // the receiver's "ready"
+----
+END
+fault 'a receiver does not wait for the copies' comm/peer_copy.cpp test_comm 'peer copy*' <<'END'
+        device_->wait(s, peer, rank_);
+----
+END
+fault 'copies aside are not waited for' comm/peer_copy.cpp test_comm 'peer copy*' <<'END'
+for (const int peer : elsewhere) device_->wait(s, rank_, peer);
+----
+elsewhere.clear();
+END
+fault 'memory made anew is taken for the old' comm/peer_copy.cpp test_comm 'peer copy*' <<'END'
+if (o.allocation.id == wanted.id) {
+----
+if (o.allocation.base == wanted.base) {
+END
+fault 'a mailbox runs over' comm/mailbox.cpp test_comm 'mailbox*' <<'END'
+<= room_; });
+----
+<= room_ + 20; });
+END
 fault 'the watchdog names nobody' comm/watchdog.cpp test_comm 'processes:*' <<'END'
 if (missing && (s.begun < furthest || silent > lifeless_ms)) missing->push_back(s.rank);
 ----
