@@ -5,11 +5,12 @@
 //
 //   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME[:RINGxULYSSES],...]
 //   [--batch B] [--seq S] [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
-//   [--head-slices N]
+//   [--head-slices N] [--exchange nccl|copy]
 //
 // --mode: all without it; usp:2x4 is a ring of 2 groups that exchange heads among 4.
 // --documents: sequences of packed documents of log-normal length, N tokens at the median.
 // --head-slices: parts of the heads in Ulysses, whose exchanges and attention overlap; 0 = chosen.
+// --exchange: what carries the messages between GPUs, NCCL's kernels or the copy engines.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
 #include <algorithm>
 #include <cmath>
@@ -318,7 +319,8 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
                         .c_str());
         std::printf("one rank: forward %.3f ms, backward %.3f ms, %.1f TFLOP/s\n", one.forward,
                     one.backward, flops / one.both() * 1e-9);
-        std::printf("exchange with the neighbours: %.1f GB/s each way\n\n", rate);
+        std::printf("exchange with the neighbours%s: %.1f GB/s each way\n\n",
+                    settings.ranks.exchange == Exchange::copy ? ", by the copy engines" : "", rate);
         std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s %9s\n", "mode", "mesh", "fwd ms",
                     "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "imbalance", "error");
     }

@@ -18,6 +18,7 @@ namespace torus {
 struct RankSettings {
     std::string device = "cpu";
     int ranks = 0, threads = 0;
+    Exchange exchange = Exchange::nccl;
     int size() const { return std::max({1, ranks, threads}); }
 };
 
@@ -34,6 +35,10 @@ inline bool parse_rank_flag(const std::string& flag, const std::string& value, R
         require(value == "cpu" || value == "cuda", Exit::usage, "--device ", value,
                 ": must be cpu or cuda");
         out.device = value;
+    } else if (flag == "--exchange") {
+        require(value == "nccl" || value == "copy", Exit::usage, "--exchange ", value,
+                ": must be nccl or copy");
+        out.exchange = value == "copy" ? Exchange::copy : Exchange::nccl;
     } else if (flag == "--ranks") {
         out.ranks = int(whole_number(flag, value));
     } else if (flag == "--threads") {
@@ -49,10 +54,12 @@ inline bool parse_rank_flag(const std::string& flag, const std::string& value, R
 template <class Body>
 void run_on_ranks(const RankSettings& settings, int argc, char** argv, Body body) {
     const bool cuda = settings.device == "cuda";
+    require(cuda || settings.exchange == Exchange::nccl, Exit::usage,
+            "--exchange copy: is between GPUs; give --device cuda");
     const auto work = [&](Comm& host, int gpu) {
         const auto kernels =
             cuda ? make_cuda_kernels(DType::bf16, gpu) : make_cpu_kernels(DType::f32);
-        const auto device = cuda && host.size() > 1 ? make_nccl_comm(host, gpu)
+        const auto device = cuda && host.size() > 1 ? make_nccl_comm(host, gpu, settings.exchange)
                                                     : host.split(0, host.rank(), "world");
         body(*kernels, *device, host);
     };

@@ -1,7 +1,7 @@
 // Comm: a group of ranks and the ways they exchange tensors. One interface, four transports: one
 // rank alone, threads of one process, MPI on host memory, NCCL on device memory. Every call is
 // collective: all ranks of the group make the same calls in the same order. Work is queued on the
-// stream where the transport is asynchronous (NCCL), done at the call where it is not.
+// stream where the transport is asynchronous (NCCL, copies), done at the call where it is not.
 // Results are the same bits on every rank and in every run: reductions add in a fixed order.
 #pragma once
 #include <cstdint>
@@ -18,6 +18,10 @@ namespace torus {
 class FlightRecorder;
 
 enum class Reduce : uint8_t { sum, max, min };
+
+// What moves the bytes of Comm::exchange between GPUs: NCCL's kernels, which take multiprocessors
+// from what runs beside them, or the copy engines, between GPUs of one machine only.
+enum class Exchange : uint8_t { nccl, copy };
 
 // One message of an exchange; the data is contiguous. Empty messages are not sent, and must be
 // empty on both sides. Messages between the same two ranks match in the order of the lists.
@@ -93,8 +97,11 @@ std::unique_ptr<Comm> make_plan_comm(int rank, int size);
 std::unique_ptr<Comm> make_mpi_comm();
 
 // The ranks of `host` on GPU `gpu` of this machine, one GPU each, through NCCL. `host` must outlive
-// it: it carries the barriers and the splits. Throws Error(usage) in a build without NCCL.
-std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu);
+// it: it carries the barriers and the splits. Throws Error(usage) in a build without NCCL, and with
+// Exchange::copy where the ranks' GPUs cannot write into each other's memory; when the world spans
+// machines, that is found at the first exchange of a group that does. With it the host waits in
+// exchange() until the ranks that it sends to and receives from are there, too.
+std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu, Exchange exchange = Exchange::nccl);
 
 // Ends this process and, under mpirun, every other rank of the job, without waiting for any of
 // them.

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -50,7 +51,7 @@ std::unique_ptr<Comm> make_mpi_comm() {
 }
 #endif
 #ifndef TORUS_HAVE_NCCL
-std::unique_ptr<Comm> make_nccl_comm(Comm&, int) {
+std::unique_ptr<Comm> make_nccl_comm(Comm&, int, Exchange) {
     fail(Exit::usage,
          "several GPUs need NCCL, and this program was built without it: "
          "apt-get install libnccl-dev, then build again");
@@ -74,6 +75,16 @@ LaunchInfo launch_info() {
         return {rank, size, env_int(n.local_rank, rank), env_int(n.local_size, size), n.launcher};
     }
     return {};
+}
+
+// The kernel makes up a number at each boot.
+std::string machine_id() {
+    char id[64] = "";
+    if (FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
+        id[std::fread(id, 1, sizeof id - 1, file)] = '\0';
+        std::fclose(file);
+    }
+    return id;
 }
 
 void relaunch(int ranks, int argc, const char* const* argv) {

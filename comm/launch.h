@@ -12,6 +12,9 @@ struct LaunchInfo {
 };
 LaunchInfo launch_info();
 
+// The same text on ranks of one machine, also in different containers; another one elsewhere.
+std::string machine_id();
+
 // With ranks > 1 in a process started by hand: replaces it by `mpirun -np ranks` of the same
 // command line, in which this call does nothing. Throws Error(usage) when the launcher's number of
 // ranks is another one, or when mpirun is not there. ranks 0 = as many as the launcher says.

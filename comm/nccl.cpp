@@ -1,13 +1,15 @@
 // Ranks with one GPU each, over NCCL: device memory, work queued on CUDA streams. The bootstrap,
-// the barriers and the checks go over a communicator of host memory.
+// the barriers and the checks go over a communicator of host memory. exchange() may go by the copy
+// engines instead (peer_copy.h).
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
-#include <cstdio>
 #include <cstring>
 #include <exception>
 
 #include "comm/comm.h"
+#include "comm/launch.h"
+#include "comm/peer_copy.h"
 
 namespace torus {
 namespace {
@@ -46,39 +48,52 @@ cudaStream_t stream_of(const Stream& s) {
     return static_cast<cudaStream_t>(s.handle);
 }
 
-// Two ranks on one GPU would hang or fail deep inside NCCL.
-void check_distinct_gpus(Comm& host, int gpu) {
-    char mine[64] = "";
-    check_cuda(cudaDeviceGetPCIBusId(mine, 32, gpu), "bus id");
-    // The same bus id on two machines is two GPUs: the machine's boot id tells them apart.
-    if (FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
-        const size_t used = std::strlen(mine);
-        mine[used + std::fread(mine + used, 1, sizeof mine - used - 1, file)] = '\0';
-        std::fclose(file);
-    }
-    std::vector<char> all(sizeof mine * size_t(host.size()));
+// Two ranks on one GPU would hang or fail deep inside NCCL. Returns whether all are on one machine.
+bool check_distinct_gpus(Comm& host, int gpu) {
+    // The same bus id on two machines is two GPUs.
+    struct Place {
+        char machine[64], bus_id[32];
+    };
+    Place mine{};
+    machine_id().copy(mine.machine, sizeof mine.machine - 1);
+    check_cuda(cudaDeviceGetPCIBusId(mine.bus_id, sizeof mine.bus_id, gpu), "bus id");
+    std::vector<Place> all(static_cast<size_t>(host.size()));
     Stream none;
-    host.all_gather(none, Tensor(all.data(), DType::u8, {int64_t(all.size())}),
-                    Tensor(mine, DType::u8, {sizeof mine}));
-    for (int a = 0; a < host.size(); ++a)
-        for (int b = a + 1; b < host.size(); ++b)
-            require(std::memcmp(&all[sizeof mine * size_t(a)], &all[sizeof mine * size_t(b)],
-                                sizeof mine) != 0,
-                    Exit::usage, "--ranks ", host.size(), ": ranks ", a, " and ", b,
+    host.all_gather(none, Tensor(all.data(), DType::u8, {int64_t(sizeof mine) * host.size()}),
+                    Tensor(&mine, DType::u8, {sizeof mine}));
+    bool one_machine = true;
+    for (size_t a = 0; a < all.size(); ++a)
+        for (size_t b = a + 1; b < all.size(); ++b) {
+            const bool same = std::strcmp(all[a].machine, all[b].machine) == 0;
+            require(!same || std::strcmp(all[a].bus_id, all[b].bus_id) != 0, Exit::usage,
+                    "--ranks ", host.size(), ": ranks ", a, " and ", b,
                     " use the same GPU; start at most one rank per GPU");
+            one_machine = one_machine && same;
+        }
+    return one_machine;
 }
 
 class NcclComm final : public Comm {
 public:
-    NcclComm(Comm& host, int gpu, std::string name)
-        : Comm(host.rank(), host.size(), std::move(name)), host_(&host), gpu_(gpu) {}
-    NcclComm(std::unique_ptr<Comm> host, int gpu, std::string name)
-        : NcclComm(*host, gpu, std::move(name)) {
+    NcclComm(Comm& host, int gpu, Exchange by, std::string name)
+        : Comm(host.rank(), host.size(), std::move(name)), host_(&host), gpu_(gpu), by_(by) {}
+    NcclComm(std::unique_ptr<Comm> host, int gpu, Exchange by, std::string name)
+        : NcclComm(*host, gpu, by, std::move(name)) {
         owned_host_ = std::move(host);
     }
     ~NcclComm() override {
         // With an error on its way up, other ranks may never come here: leave it to the process.
         if (comm_ && std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);
+    }
+
+    // Collective over the group the first time.
+    PeerCopy& copies() {
+        if (copies_) return *copies_;
+        auto host = host_->split(0, rank(), name());
+        host->set_recorder(nullptr);  // the watchdog is to see the exchange, not its parts
+        auto peers = make_cuda_peers(*host, gpu_);
+        copies_ = std::make_unique<PeerCopy>(std::move(host), std::move(peers));
+        return *copies_;
     }
 
 protected:
@@ -110,6 +125,7 @@ protected:
                      std::span<const Message> recvs) override {
         copy_own(s, sends, recvs);
         if (size() == 1) return;
+        if (by_ == Exchange::copy) return copies().exchange(s, sends, recvs);
         const ncclComm_t c = comm();
         check_nccl(ncclGroupStart(), "exchange");
         for (const Message& m : sends)
@@ -130,7 +146,7 @@ protected:
         host_->barrier(none);
     }
     std::unique_ptr<Comm> do_split(int color, int key, const std::string& name) override {
-        return std::make_unique<NcclComm>(host_->split(color, key, name), gpu_, name);
+        return std::make_unique<NcclComm>(host_->split(color, key, name), gpu_, by_, name);
     }
 
 private:
@@ -168,15 +184,20 @@ private:
     std::unique_ptr<Comm> owned_host_;
     Comm* host_;
     int gpu_;
+    Exchange by_;
     ncclComm_t comm_ = nullptr;
+    std::unique_ptr<PeerCopy> copies_;
 };
 
 }  // namespace
 
-std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu) {
+std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu, Exchange exchange) {
     check_cuda(cudaSetDevice(gpu), "device");
-    check_distinct_gpus(host, gpu);
-    return std::make_unique<NcclComm>(host, gpu, "world");
+    const bool one_machine = check_distinct_gpus(host, gpu);
+    auto world = std::make_unique<NcclComm>(host, gpu, exchange, "world");
+    // Now, rather than after a model has been loaded.
+    if (exchange == Exchange::copy && host.size() > 1 && one_machine) world->copies();
+    return world;
 }
 
 }  // namespace torus

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/tensor.h"
+#include "comm/comm.h"
 
 namespace torus {
 
@@ -42,6 +42,7 @@ struct Config {
     int ranks = 0;                       // processes; 0 = as many as the launcher started
     std::string parallel_mode = "auto";  // see comm/seq.h
     int sp = 0, ring = 0, ulysses = 0;   // ranks that share a sequence, and how; 0 = chosen
+    Exchange exchange = Exchange::nccl;  // what moves their messages between GPUs
     std::string device = "auto";         // auto, cuda, cpu
     std::string dtype = "auto";          // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
     std::string moments = "auto";        // AdamW's: auto (fp32; fp64 with fp64), fp32, bf16

@@ -20,7 +20,8 @@ struct Option {
     using Member =
         std::variant<std::string Config::*, int64_t Config::*, uint64_t Config::*, int Config::*,
                      double Config::*, bool Config::*, Recompute Config::*, Schedule Config::*,
-                     ResumeMode Config::*, AttentionKernels Config::*, CudaGraph Config::*>;
+                     ResumeMode Config::*, AttentionKernels Config::*, CudaGraph Config::*,
+                     Exchange Config::*>;
     const char* name;  // "lr-schedule": the flag without dashes, and the key
     OptionGroup group;
     const char* value;  // what --help shows after the flag; empty: a switch that takes no value

@@ -130,6 +130,9 @@ Setup make_setup(const Config& c, int gpu) {
     s.cuda = device == "cuda";
     require(s.cuda || c.cuda_graph != CudaGraph::on, Exit::no_device,
             "--cuda-graph: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
+    require(
+        s.cuda || c.exchange == Exchange::nccl, Exit::no_device,
+        "--exchange copy: needs GPUs, and --device auto found none: ", cuda_unavailable_reason());
     validate(s.model);
     s.family = &family(s.model.family);
     require(s.family->rotary() || c.seq_length <= s.model.max_T, Exit::usage, "--seq-length ",

@@ -74,7 +74,7 @@ Machine::Options training_options(const Config& c, const Setup& setup, World& wo
 Trainer::Trainer(const Config& c, World& world)
     : c_(c), world_(world), setup_(make_setup(c, world.local_rank())) {
     const ModelConfig& m = setup_.model;
-    world.connect(setup_.kernels->device(), setup_.cuda);
+    world.connect(setup_.kernels->device(), setup_.cuda, c.exchange);
     world.arrange(choose_parallel(
         parallel_request(c, world),
         {.B = c.micro_batch_size, .S = c.seq_length, .H = m.H, .Hk = m.Hk, .D = m.D}));

@@ -14,11 +14,11 @@ World::World(Comm& host) : host_(&host) {
     launch_.size = launch_.local_size = host.size();
 }
 
-void World::connect(Device& device, bool cuda) {
+void World::connect(Device& device, bool cuda, Exchange exchange) {
     if (size() == 1) {
         data_ = make_self_comm(device);
     } else if (cuda) {
-        data_ = make_nccl_comm(*host_, launch_.local_rank);
+        data_ = make_nccl_comm(*host_, launch_.local_rank, exchange);
     }
     if (size() > 1) {
         recorder_ = std::make_shared<FlightRecorder>(*host_);

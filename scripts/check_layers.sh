@@ -34,7 +34,7 @@ third_party=(
     'cudnn.*'                     'kernels/cuda/cudnn_graph\.h'
     '(openblas/)?cblas.*'         'kernels/cpu/(matmul|device)\.cpp'
     'omp\.h'                      '(kernels/cpu|test|bench)/.*|engine/setup\.cpp'
-    'cuda_runtime.*|cuda\.h|cuda_profiler_api.*|cuda_bf16.*|cuda_fp16.*|nvtx3/.*'  '(kernels/cuda/|comm/nccl|test/cuda/|bench/).*'
+    'cuda_runtime.*|cuda\.h|cuda_profiler_api.*|cuda_bf16.*|cuda_fp16.*|nvtx3/.*'  '(kernels/cuda/|comm/(nccl|cuda_)|test/cuda/|bench/).*'
     'nlohmann/.*'                 '[a-z/_]*\.cpp|(model/strict_json|data/json)\.h'
     'model/strict_json\.h|data/json\.h'  '[a-z/_]*\.cpp'
     'CLI/.*|toml\+\+/.*'          'engine/config[a-z_]*\.cpp|prepare_data\.cpp'

@@ -1,7 +1,9 @@
 // Sequence parallelism on GPUs. One GPU plays P ranks (threads of this process, each with its own
 // stream): the orchestration, the views and the kernels' running sums are those of a real run.
-// Under mpirun with one GPU per rank the "nccl:" cases run the same over NCCL.
+// On two GPUs, threads of this process or ranks of mpirun, the "nccl:" cases run the same over
+// NCCL, with its exchange and with the copy engines'.
 #include <cmath>
+#include <cstdio>
 #include <mutex>
 
 #include "test/comm/ranks.h"
@@ -51,6 +53,22 @@ void run_gpus(F f) {
         return;
     }
     run_ranks(2, [&](Comm& host) { f(host, host.rank()); });
+}
+
+// f(world) for each transport of exchange(); says so where GPUs cannot write into each other.
+template <class F>
+void each_exchange(Comm& host, int gpu, F f) {
+    for (const Exchange by : {Exchange::nccl, Exchange::copy}) {
+        std::unique_ptr<Comm> world;
+        try {
+            world = make_nccl_comm(host, gpu, by);
+        } catch (const Error& e) {
+            if (by == Exchange::nccl || e.code != Exit::usage) throw;
+            std::printf("rank %d: not tested: %s\n", host.rank(), e.what());
+            continue;
+        }
+        f(*world);
+    }
 }
 
 }  // namespace
@@ -107,67 +125,121 @@ TEST_CASE("nccl: every operation of exchange and reduction") {
     run_gpus([](Comm& host, int gpu) {
         const auto kernels = make_cuda_kernels(DType::f32, gpu);
         Device& device = kernels->device();
-        const auto world = make_nccl_comm(host, gpu);
-        Stream s = device.make_stream();
-        const int P = world->size(), me = world->rank();
-        const int64_t n = 1000;
-        const Buffer memory(device, Memory::device, (P + 1) * n * 4);
-        const Tensor all(memory.data(), DType::f32, {P * n});
-        const Tensor one(static_cast<float*>(memory.data()) + P * n, DType::f32, {n});
-        std::vector<float> host_values(size_t(P * n));
-        const auto look = [&](const Tensor& t) {
-            device.copy(s, host_values.data(), t.data, t.bytes());
-            device.synchronize(s);
-            return host_values;
-        };
-        kernels->fill(s, one, me + 1);
-        world->all_gather(s, all, one);
-        const auto gathered = look(all);
-        for (int r = 0; r < P; ++r)
-            require(gathered[size_t(r * n + n - 1)] == float(r + 1), Exit::internal, "all_gather");
-        world->reduce_scatter(s, one, all);
-        require(look(one)[5] == float(P * (me + 1)), Exit::internal, "reduce_scatter");
-        world->all_reduce(s, one, Reduce::max);
-        require(look(one)[7] == float(P * P), Exit::internal, "all_reduce");
-        kernels->fill(s, one, me);
-        world->shift(s, all.slice(0, 0, n), one, 1);
-        require(look(all)[3] == float((me + P - 1) % P), Exit::internal, "shift");
-        world->broadcast(s, one, P - 1);
-        require(look(one)[0] == float(P - 1), Exit::internal, "broadcast");
-        const auto part = world->split(me % 2, me, "part");
-        kernels->fill(s, one, 1);
-        part->all_reduce(s, one);
-        require(look(one)[0] == float(part->size()), Exit::internal, "split");
-        world->barrier(s);
-        device.destroy(s);
+        each_exchange(host, gpu, [&](Comm& world) {
+            Stream s = device.make_stream();
+            const int P = world.size(), me = world.rank();
+            const int64_t n = 1000;
+            const Buffer memory(device, Memory::device, (P + 1) * n * 4);
+            const Tensor all(memory.data(), DType::f32, {P * n});
+            const Tensor one(static_cast<float*>(memory.data()) + P * n, DType::f32, {n});
+            std::vector<float> host_values(size_t(P * n));
+            const auto look = [&](const Tensor& t) {
+                device.copy(s, host_values.data(), t.data, t.bytes());
+                device.synchronize(s);
+                return host_values;
+            };
+            kernels->fill(s, one, me + 1);
+            world.all_gather(s, all, one);
+            const auto gathered = look(all);
+            for (int r = 0; r < P; ++r)
+                require(gathered[size_t(r * n + n - 1)] == float(r + 1), Exit::internal,
+                        "all_gather");
+            world.reduce_scatter(s, one, all);
+            require(look(one)[5] == float(P * (me + 1)), Exit::internal, "reduce_scatter");
+            world.all_reduce(s, one, Reduce::max);
+            require(look(one)[7] == float(P * P), Exit::internal, "all_reduce");
+            kernels->fill(s, one, me);
+            world.shift(s, all.slice(0, 0, n), one, 1);
+            require(look(all)[3] == float((me + P - 1) % P), Exit::internal, "shift");
+            world.broadcast(s, one, P - 1);
+            require(look(one)[0] == float(P - 1), Exit::internal, "broadcast");
+            const auto part = world.split(me % 2, me, "part");
+            kernels->fill(s, one, 1);
+            part->all_reduce(s, one);
+            require(look(one)[0] == float(part->size()), Exit::internal, "split");
+            world.barrier(s);
+            device.destroy(s);
+        });
+    });
+}
+
+// The host never waits: what is sent is overwritten right after each exchange, and what came is
+// added up before the next one overwrites it.
+TEST_CASE("nccl: exchanges in a row keep the order of the streams") {
+    run_gpus([](Comm& host, int gpu) {
+        const auto kernels = make_cuda_kernels(DType::f32, gpu);
+        Device& device = kernels->device();
+        each_exchange(host, gpu, [&](Comm& world) {
+            const int P = world.size(), me = world.rank(), calls = 200;
+            Stream s = device.make_stream();
+            for (const int64_t n : {int64_t(3), int64_t(1) << 14, int64_t(1) << 22}) {
+                // New memory for each length: addresses may return.
+                const Buffer memory(device, Memory::device, 4 * (2 * P + 1) * n);
+                const Tensor all(memory.data(), DType::f32, {2 * P + 1, n});
+                const auto row = [&](int i) { return all.rows(i, 1).view({n}); };
+                const Tensor sum = row(2 * P);
+                kernels->fill(s, all.view({(2 * P + 1) * n}), 0);
+                for (int call = 0; call < calls; ++call) {
+                    std::vector<Message> sends, recvs;
+                    for (int peer = 0; peer < P; ++peer) {
+                        if (peer == me) continue;
+                        const int64_t half = n / 2;  // two messages, the second a little longer
+                        kernels->fill(s, row(peer), call % 7 + 1);
+                        for (const auto& [at, count] :
+                             {std::pair(int64_t(0), half), {half, n - half}}) {
+                            sends.push_back({peer, row(peer).slice(0, at, count)});
+                            recvs.push_back({peer, row(P + peer).slice(0, at, count)});
+                        }
+                    }
+                    world.exchange(s, sends, recvs);
+                    for (int peer = 0; peer < P; ++peer) {
+                        if (peer == me) continue;
+                        kernels->fill(s, row(peer), -1000);
+                        kernels->add(s, sum, sum, row(P + peer));
+                        kernels->fill(s, row(P + peer), -1000);
+                    }
+                }
+                float want = 0;
+                for (int call = 0; call < calls; ++call) want += float(call % 7 + 1);
+                std::vector<float> got(static_cast<size_t>(n));
+                device.copy(s, got.data(), sum.data, sum.bytes());
+                device.synchronize(s);
+                for (int64_t i = 0; i < n; ++i)
+                    require(got[size_t(i)] == want * float(P - 1), Exit::internal, "element ", i,
+                            " of ", n, ": ", got[size_t(i)], ", not ", want * float(P - 1));
+                world.barrier(s);
+            }
+            device.destroy(s);
+        });
     });
 }
 
 TEST_CASE("nccl: every mode equals one rank") {
     run_gpus([](Comm& host, int gpu) {
-        const int P = host.size();
-        const auto world = make_nccl_comm(host, gpu);
-        int cases = 0;
-        constexpr std::pair<int64_t, int64_t> heads[] = {{4, 4}, {6, 3}, {3, 1}};
-        for (const DType dtype : {DType::f32, DType::bf16})
-            for (const int64_t S : {int64_t(1), int64_t(97), int64_t(500)})
-                for (const SeqMode& mode : seq_modes())
-                    for (const MeshShape& shape : shapes_for(mode, P)) {
-                        const Documents documents =
-                            cases % 2 ? Documents::none : Documents::scattered;
-                        const auto [H, Hk] = heads[size_t(cases++) % 3];
-                        const WholeAttention whole =
-                            make_whole({2, S, H, Hk, 64}, documents, P, 1, dtype);
-                        const auto kernels = make_cuda_kernels(dtype, gpu);
-                        const int slices = slices_for(shape, Hk).back();
-                        const RankResult r = run_rank(
-                            *world, {mode.name, shape, true, nullptr, slices}, whole, *kernels);
-                        const double worst = largest_error(r, whole);
-                        require(worst < (dtype == DType::f32 ? 5e-5 : 0.1), Exit::internal,
-                                mode.name, " on ", shape.str(), ", ", name_of(dtype), ", ", S,
-                                " tokens, ", H, " heads: error ", worst);
-                    }
-        if (host.rank() == 0) MESSAGE(cases, " cases");
+        each_exchange(host, gpu, [&](Comm& world) {
+            const int P = host.size();
+            int cases = 0;
+            constexpr std::pair<int64_t, int64_t> heads[] = {{4, 4}, {6, 3}, {3, 1}};
+            for (const DType dtype : {DType::f32, DType::bf16})
+                for (const int64_t S : {int64_t(1), int64_t(97), int64_t(500)})
+                    for (const SeqMode& mode : seq_modes())
+                        for (const MeshShape& shape : shapes_for(mode, P)) {
+                            const Documents documents =
+                                cases % 2 ? Documents::none : Documents::scattered;
+                            const auto [H, Hk] = heads[size_t(cases++) % 3];
+                            const WholeAttention whole =
+                                make_whole({2, S, H, Hk, 64}, documents, P, 1, dtype);
+                            const auto kernels = make_cuda_kernels(dtype, gpu);
+                            const int slices = slices_for(shape, Hk).back();
+                            const RankResult r = run_rank(
+                                world, {mode.name, shape, true, nullptr, slices}, whole, *kernels);
+                            const double worst = largest_error(r, whole);
+                            require(worst < (dtype == DType::f32 ? 5e-5 : 0.1), Exit::internal,
+                                    mode.name, " on ", shape.str(), ", ", name_of(dtype), ", ", S,
+                                    " tokens, ", H, " heads: error ", worst);
+                        }
+            if (host.rank() == 0) MESSAGE(cases, " cases");
+        });
     });
 }
 

@@ -237,6 +237,7 @@ TEST_CASE("config: wrong numbers are refused, never half read") {
         {"--loss-scale-window", "0", "out of range"},
         {"--lr-schedule", "Cosine", "cosine, linear"},
         {"--recompute", "all", "none, attention_out, full"},
+        {"--exchange", "auto", "choose one of nccl, copy"},
         {"--resume", "", "auto, must, never"},
         {"--device", "tpu", "auto, cuda, cpu"},
         {"--model", "", "is empty"},
@@ -308,6 +309,7 @@ TEST_CASE("config: relations between values") {
     usage({"--device", "cuda", "--plain-matmul"}, "--plain-matmul");
     usage({"--device", "cpu", "--tune-matmul", "file"}, "--tune-matmul");
     usage({"--device", "cpu", "--cuda-graph", "on"}, "--cuda-graph");
+    usage({"--device", "cpu", "--exchange", "copy"}, "--exchange: copy is between GPUs");
     usage({"--device", "cpu", "--deterministic", "off"}, "--deterministic");
     for (const char* range : {"0:1", "2:1", "1:11", "a:b", "1", "1:", ":2", "1:2:3", "1.0:2", "1-2",
                               "-1:2", " 1:2", "1:99999999999999999999"})
