@@ -9,7 +9,7 @@
 # --ranks N trains each shape (gpt3:1.3B:1x65536:attention_out) with one GPU, then with N that share each
 # sequence: ours in every mode, PyTorch with Ulysses and with its ring, which keeps attention's output
 # where attention_out is given. Ratios are to our one GPU and to PyTorch on N.
-# --steps: 25, or with --ranks 6, then PyTorch's too; the first third is not counted, at most 8 steps.
+# --steps: 25, or with --ranks 6; the first third is not counted, at most 8 steps.
 # Rates of one run are comparable, those of two runs differ by a few per cent: quote ratios.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,7 +71,8 @@ read_shape() {
         --micro-batch-size "${batch%x*}" --seq-length "${batch#*x}" --recompute "$recompute"
         --tune-matmul "$temporary/choices.txt")
     [ -z "$flag" ] || our_flags+=("--${flag%%=*}" "${flag#*=}")
-    torch_flags=(--model "$model" --batch "${batch%x*}" --seq "${batch#*x}")
+    torch_flags=(--model "$model" --batch "${batch%x*}" --seq "${batch#*x}" --steps "$steps"
+        --skip "$skip")
 }
 
 reason() { grep -m 1 '^error' "$1" >&2 || tail -1 "$1" >&2; }
@@ -129,7 +130,7 @@ training_on_ranks() {
             attention_out) torch_flags+=(--recompute attention_out) ;;
             full) torch_flags+=(--recompute) ;;
         esac
-        torch_flags+=(--ranks "$ranks" --steps "$steps" --skip "$skip")
+        torch_flags+=(--ranks "$ranks")
         if [ $torch = yes ]; then
             read -r torch_ulysses gib <<<"$(theirs --seq-parallel ulysses)"
             row 'torch ulysses' "$torch_ulysses" "$gib"
