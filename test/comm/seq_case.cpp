@@ -198,9 +198,13 @@ RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, DTyp
 }
 
 RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& w, Kernels& k) {
+    Mesh mesh = make_mesh(world, c.shape);
+    return run_rank(mesh, c, w, k);
+}
+
+RankResult run_rank(Mesh& mesh, const SeqCase& c, const WholeAttention& w, Kernels& k) {
     const AttnDims d = w.d;
     const DType act = k.precision().act;
-    Mesh mesh = make_mesh(world, c.shape);
     const auto seq = make_seq_parallel(c.mode, k, mesh, d, c.head_slices);
     Layout device_plan, pinned_plan;
     seq->plan(device_plan, pinned_plan);

@@ -46,8 +46,10 @@ struct RankResult {
 };
 // Collective over `world`: forward and backward of one rank, twice; the second, with delta in place
 // of o, must give the same bits. Memory is poisoned with NaN before, and nothing may be allocated
-// meanwhile. `world` moves the kind of memory that the kernels use.
+// meanwhile. `world` moves the kind of memory that the kernels use. With a mesh of c.shape given,
+// its communicators are used again.
 RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& whole, Kernels& k);
+RankResult run_rank(Mesh&, const SeqCase& c, const WholeAttention& whole, Kernels& k);
 RankResult run_rank(Comm& world, const SeqCase& c, const WholeAttention& whole,
                     DType dtype = DType::f64);  // on the CPU
 

@@ -4,6 +4,7 @@
 // NCCL, with its exchange and with the copy engines'.
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <mutex>
 
 #include "test/comm/ranks.h"
@@ -220,7 +221,9 @@ TEST_CASE("nccl: every mode equals one rank") {
             const int P = host.size();
             int cases = 0;
             constexpr std::pair<int64_t, int64_t> heads[] = {{4, 4}, {6, 3}, {3, 1}};
-            for (const DType dtype : {DType::f32, DType::bf16})
+            std::map<std::string, Mesh> meshes;  // NCCL takes long to make a group
+            for (const DType dtype : {DType::f32, DType::bf16}) {
+                const auto kernels = make_cuda_kernels(dtype, gpu);
                 for (const int64_t S : {int64_t(1), int64_t(97), int64_t(500)})
                     for (const SeqMode& mode : seq_modes())
                         for (const MeshShape& shape : shapes_for(mode, P)) {
@@ -229,15 +232,18 @@ TEST_CASE("nccl: every mode equals one rank") {
                             const auto [H, Hk] = heads[size_t(cases++) % 3];
                             const WholeAttention whole =
                                 make_whole({2, S, H, Hk, 64}, documents, P, 1, dtype);
-                            const auto kernels = make_cuda_kernels(dtype, gpu);
                             const int slices = slices_for(shape, Hk).back();
-                            const RankResult r = run_rank(
-                                world, {mode.name, shape, true, nullptr, slices}, whole, *kernels);
+                            if (!meshes.count(shape.str()))
+                                meshes.emplace(shape.str(), make_mesh(world, shape));
+                            const RankResult r = run_rank(meshes.at(shape.str()),
+                                                          {mode.name, shape, true, nullptr, slices},
+                                                          whole, *kernels);
                             const double worst = largest_error(r, whole);
                             require(worst < (dtype == DType::f32 ? 5e-5 : 0.1), Exit::internal,
                                     mode.name, " on ", shape.str(), ", ", name_of(dtype), ", ", S,
                                     " tokens, ", H, " heads: error ", worst);
                         }
+            }
             if (host.rank() == 0) MESSAGE(cases, " cases");
         });
     });
