@@ -2,12 +2,13 @@
 //
 //   --recompute none            every tensor of every block
 //               attention_out   each block's input, and attention's output and lse: backward runs
-//               the
-//                               norms and matmuls again, never attention
+//                               the norms and matmuls again, never attention
 //               full            each block's input alone
+//               auto            the least of these, layer by layer, that fits
 //
 // What is not kept lives in one set of buffers that all layers share.
 #pragma once
+#include <string>
 #include <vector>
 
 #include "engine/config.h"
@@ -20,11 +21,26 @@ namespace phase {
 inline constexpr int forward = 0, head = 1, backward = 2, sample = 3;
 }
 
+// How much of each layer is computed again: `most` in the first `layers`, one level less in the
+// others. In steps from 0, nothing, over attention_out in more and more of the L layers, to 2 L,
+// full in all of them.
+struct Recomputation {
+    Recompute most = Recompute::none;
+    int64_t layers = INT64_MAX;
+
+    Recomputation(Recompute level = Recompute::none, int64_t in_layers = INT64_MAX)
+        : most(level), layers(in_layers) {}
+    static Recomputation step(int64_t number, int64_t L);
+
+    Recompute of(int64_t layer) const;
+    std::string str(int64_t L) const;  // "attention_out in 7 of 24 layers"
+};
+
 class Activations {
 public:
     // Without `train` nothing is kept: two alternating inputs and one block set.
     Activations(const ModelConfig&, const Family&, const Precision&, int64_t B, int64_t T,
-                Recompute, bool train);
+                const Recomputation&, bool train);
 
     void plan(Layout&) const;  // owner "activations/"
     void bind(const Arena&);
@@ -36,12 +52,12 @@ public:
     Tensor dx() const { return dx_; }  // (N,C)
 
 private:
-    bool kept(Keep) const;
+    bool kept(Keep, int64_t l) const;
     std::string slot(const ActSpec&, int64_t l) const;
 
     int64_t L_, N_, C_;
     DType act_;
-    Recompute recompute_;
+    Recomputation recompute_;
     bool train_;
     std::vector<ActSpec> specs_;
     std::vector<Tensor> x_;

@@ -9,7 +9,7 @@
 
 namespace torus {
 
-enum class Recompute : uint8_t { none, attention_out, full };
+enum class Recompute : uint8_t { none, attention_out, full, automatic };
 enum class Schedule : uint8_t { cosine, linear, constant, wsd };
 enum class ResumeMode : uint8_t { automatic, must, never };
 enum class AttentionKernels : uint8_t { flash, cudnn };

@@ -123,8 +123,9 @@ std::vector<Option> machine_options() {
          &C::timeout, {0, 1e9}},
         {"threads", g, "N", "threads of the CPU backend; 0 = all cores", &C::threads, {0, 4096}},
         {"recompute", g, "WHAT",
-         "none; attention_out: all but attention again in backward; full: attention too",
-         &C::recompute, {0, 0}, {"none", "attention_out", "full"}},
+         "none; attention_out: all but attention again in backward; full: attention too; auto: as "
+         "little as fits",
+         &C::recompute, {0, 0}, {"none", "attention_out", "full", "auto"}},
         {"tune-matmul", g, "FILE",
          "GPU: time the matmul algorithms at first use and keep the choices in FILE", &C::tune_matmul},
         {"attention", g, "NAME",

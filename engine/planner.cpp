@@ -94,6 +94,23 @@ std::string Machine::table() const {
     return out.str();
 }
 
+int64_t Machine::least_recompute(Kernels& k, const ModelConfig& model, const Family& family,
+                                 const Config& config, Options o, int sharers) {
+    // A 32nd of the device for what is loaded and allocated later: kernels, NCCL, cuBLAS.
+    const int64_t room = (k.device().free_bytes() - k.device().total_bytes() / 32) / sharers;
+    const auto fits = [&](int64_t step) {
+        o.recompute = Recomputation::step(step, model.L);
+        return Machine(k, model, family, config, o).device_bytes() <= room;
+    };
+    if (fits(0)) return 0;
+    int64_t low = 1, high = 2 * model.L;  // less and less is kept from step to step
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        fits(middle) ? high = middle : low = middle + 1;
+    }
+    return low;
+}
+
 // The most sequences, below those asked for, that fit; 0 when not even one does.
 int64_t Machine::largest_batch(int64_t budget) const {
     int64_t fits = 0, beyond = o_.B;
@@ -115,7 +132,7 @@ void Machine::allocate_device() {
              device.name(), " has ", human_bytes(free), " free of ", human_bytes(total), "; ",
              device_bytes() <= total ? "wait for the programs that use the rest, or " : "",
              fits > 0 ? concat("the largest --micro-batch-size that fits is ", fits)
-                      : std::string("use a smaller --seq-length or --model, or --recompute full"),
+                      : std::string("use a smaller --seq-length or --model, or --recompute auto"),
              "\n", table());
     }
     try {

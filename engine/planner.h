@@ -17,7 +17,7 @@ class Machine {
 public:
     struct Options {
         int64_t B = 1, S = 1;
-        Recompute recompute = Recompute::none;
+        Recomputation recompute;
         bool train = true;  // gradients and moments
         bool step = true;   // forward (and backward) of batches
         bool document_mask = false;
@@ -30,6 +30,11 @@ public:
         bool record = false;  // see Step::Options; sequences must be whole
     };
     Machine(Kernels&, const ModelConfig&, const Family&, const Config&, const Options&);
+
+    // The least Recomputation::step with which the plan leaves enough of what the device has free
+    // to the libraries; the last one when none does. sharers: ranks whose memory that is.
+    static int64_t least_recompute(Kernels&, const ModelConfig&, const Family&, const Config&,
+                                   Options, int sharers);
 
     // Bytes of the plan.
     int64_t device_bytes() const { return device_.bytes() + workspace_bytes_; }

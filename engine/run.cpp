@@ -13,6 +13,9 @@ namespace {
 // Bytes of every rank of the layout that the flags ask for, without a device or another rank.
 Exit print_plan(const Config& c) {
     const Setup setup = make_setup(c, 0);
+    require(!setup.cuda || c.recompute != Recompute::automatic, Exit::usage,
+            "--recompute auto: --plan uses no GPU, and so does not know how much fits; give none, ",
+            "attention_out or full");
     const ModelConfig& m = setup.model;
     const int ranks = std::max(1, c.ranks);
     const ParallelChoice choice = choose_parallel(
@@ -23,14 +26,20 @@ Exit print_plan(const Config& c) {
     int64_t before = -1;
     for (int rank = 0; rank < ranks; ++rank) {
         Mesh mesh = make_plan_mesh(choice.shape, rank);
-        const Machine plan(*setup.kernels, m, *setup.family, c,
-                           {.B = c.micro_batch_size,
-                            .S = c.seq_length,
-                            .recompute = c.recompute,
-                            .document_mask = c.document_mask,
-                            .sample_context = c.sample_every ? sample_context(c, m, 1) : 0,
-                            .mesh = &mesh,
-                            .mode = choice.mode});
+        Machine::Options o{.B = c.micro_batch_size,
+                           .S = c.seq_length,
+                           .document_mask = c.document_mask,
+                           .sample_context = c.sample_every ? sample_context(c, m, 1) : 0,
+                           .mesh = &mesh,
+                           .mode = choice.mode};
+        if (c.recompute == Recompute::automatic) {
+            o.recompute = Recomputation::step(
+                Machine::least_recompute(*setup.kernels, m, *setup.family, c, o, ranks), m.L);
+            std::printf("recompute: %s, as little as fits\n", o.recompute.str(m.L).c_str());
+        } else {
+            o.recompute = c.recompute;
+        }
+        const Machine plan(*setup.kernels, m, *setup.family, c, o);
         if (plan.device_bytes() == before) continue;  // as the rank before it
         before = plan.device_bytes();
         std::printf("rank %d, micro-batch %lld x %lld tokens:\n%s", rank,

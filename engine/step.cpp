@@ -163,11 +163,12 @@ void Step::run_head(Stream& s, double dloss, bool backward, Tensor logits) {
 
 // Brings back what the layer did not keep; bit for bit what forward computed.
 void Step::restore(Stream& s, int64_t l) {
-    if (o_.recompute == Recompute::none) return;
+    const Recompute level = o_.recompute.of(l);
+    if (level == Recompute::none) return;
     Ctx ctx = context(s, true);
     const TensorMap& w = params_.layer(l).w;
     family_.pre(ctx, w, acts_.block(l), acts_.x(l));
-    if (o_.recompute == Recompute::full) attention_forward(s, l);
+    if (level == Recompute::full) attention_forward(s, l);
     family_.post(ctx, w, acts_.block(l), acts_.x(l), {});
 }
 

@@ -19,7 +19,7 @@ public:
         int64_t B = 0;          // sequences of one micro-batch
         int64_t S = 0;          // global tokens of one sequence
         int64_t positions = 0;  // most positions a batch uses, when more than S
-        Recompute recompute = Recompute::none;
+        Recomputation recompute;
         bool train = true;
         bool document_mask = false;  // batches carry first_key
         Comm* all = nullptr;         // the ranks whose gradients add up; null: this one alone

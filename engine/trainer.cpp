@@ -58,15 +58,25 @@ bool uses_graph(const Config& c, const Setup& setup, const World& world) {
 
 // How a training run uses its machine.
 Machine::Options training_options(const Config& c, const Setup& setup, World& world) {
-    return {.B = c.micro_batch_size,
-            .S = c.seq_length,
-            .recompute = c.recompute,
-            .document_mask = c.document_mask,
-            .sample_context = c.sample_every ? sample_context(c, setup.model, 1) : 0,
-            .mesh = &world.mesh(),
-            .mode = world.choice().mode,
-            .all = world.size() > 1 ? &world.data() : nullptr,
-            .record = uses_graph(c, setup, world)};
+    Machine::Options o{.B = c.micro_batch_size,
+                       .S = c.seq_length,
+                       .document_mask = c.document_mask,
+                       .sample_context = c.sample_every ? sample_context(c, setup.model, 1) : 0,
+                       .mesh = &world.mesh(),
+                       .mode = world.choice().mode,
+                       .all = world.size() > 1 ? &world.data() : nullptr,
+                       .record = uses_graph(c, setup, world)};
+    if (c.recompute != Recompute::automatic) {
+        o.recompute = c.recompute;
+        return o;
+    }
+    // Attention that runs again takes all the ranks that share a sequence: one choice for all.
+    const ModelConfig& m = setup.model;
+    const int64_t mine = Machine::least_recompute(*setup.kernels, m, *setup.family, c, o,
+                                                  setup.cuda ? 1 : world.local_size());
+    o.recompute = Recomputation::step(world.most(mine), m.L);
+    world.say("recompute: ", o.recompute.str(m.L), ", as little as fits");
+    return o;
 }
 
 }  // namespace

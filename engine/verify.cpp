@@ -249,7 +249,7 @@ bool verify(const Config& c) {
     Machine m(*setup.kernels, setup.model, *setup.family, r.optimizer,
               {.B = r.B,
                .S = r.T,
-               .recompute = c.recompute,
+               .recompute = c.recompute == Recompute::automatic ? Recompute::none : c.recompute,
                .document_mask = r.documents,
                .positions = r.positions,
                .logits = true});

@@ -149,9 +149,12 @@ void verify_sp(const Config& config, const Setup& setup, World& world) {
                " micro-batches of ", c.micro_batch_size, " x ", S, " tokens, ", name_of(dtype));
     world.allow(c.timeout, "--verify-sp");
     const auto kernels = make_backend(c, dtype, setup.cuda, world.local_rank());
+    Recomputation recompute = c.recompute;
+    if (c.recompute == Recompute::automatic)  // what the run itself may mix
+        recompute = {Recompute::attention_out, (setup.model.L + 1) / 2};
     Machine::Options o{.B = c.micro_batch_size,
                        .S = S,
-                       .recompute = c.recompute,
+                       .recompute = recompute,
                        .document_mask = c.document_mask,
                        .mesh = &world.mesh(),
                        .mode = world.choice().mode,

@@ -43,6 +43,11 @@ int64_t World::sum(int64_t value) {
     return value;
 }
 
+int64_t World::most(int64_t value) {
+    host_->all_reduce(host_stream_, Tensor(&value, DType::i64, {1}), Reduce::max);
+    return value;
+}
+
 bool World::any(bool value) { return sum(value ? 1 : 0) > 0; }
 
 std::string World::from_first(const std::string& text) {

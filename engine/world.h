@@ -43,6 +43,7 @@ public:
 
     // Over all ranks, on the host. Collective.
     int64_t sum(int64_t value);
+    int64_t most(int64_t value);
     bool any(bool value);
     std::string from_first(const std::string& text);  // rank 0's text
     void barrier();

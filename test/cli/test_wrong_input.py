@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import tempfile
 
@@ -59,6 +60,26 @@ class WrongInput(Cli):
         self.assertRegex(first, words + r"the largest --micro-batch-size that fits is [1-9]\d*$")
         for owner in ["activations", "weights", "device total"]:
             self.assertEqual(len([x for x in table if x.strip().startswith(owner)]), 1, table)
+    def test_recompute_that_fits(self):
+        """--recompute auto keeps everything of a small model, and of a large one what fits."""
+        result = self.succeed(*self.train(recompute="auto"))
+        self.assertIn("\nrecompute: nothing, as little as fits\n", result.stdout)
+
+        def plan(batch, recompute):
+            out = self.succeed("--plan", "--device", "cpu", "--model", "gpt2:124M", "--seq-length",
+                               1024, "--micro-batch-size", batch, "--recompute", recompute).stdout
+            return out, int(re.search(r"device total .* (\d+) B", out)[1])
+
+        memory = dict(x.split(":") for x in pathlib.Path("/proc/meminfo").read_text().splitlines())
+        free = int(memory["MemAvailable"].split()[0]) * 1024
+        one, two = plan(1, "none")[1], plan(2, "none")[1]
+        batch = 1 + int((1.5 * free - one) / (two - one))  # half as much again as there is
+        out, total = plan(batch, "auto")
+        self.assertRegex(out, r"recompute: (attention_out|full) in \d+ of 12 layers(, attention_out "
+                              r"in the others)?, as little as fits")
+        self.assertLess(total, free)
+        self.assertGreater(total, 0.7 * free)
+
     def test_training_that_went_wrong(self):
         """Weights far out of range give no finite gradient any more: 30 skipped updates end the
         run, and the last checkpoint of before is still there."""

@@ -236,7 +236,7 @@ TEST_CASE("config: wrong numbers are refused, never half read") {
         {"--loss-scale", "", "is empty"},
         {"--loss-scale-window", "0", "out of range"},
         {"--lr-schedule", "Cosine", "cosine, linear"},
-        {"--recompute", "all", "none, attention_out, full"},
+        {"--recompute", "all", "none, attention_out, full, auto"},
         {"--exchange", "auto", "choose one of nccl, copy"},
         {"--resume", "", "auto, must, never"},
         {"--device", "tpu", "auto, cuda, cpu"},

@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "engine/log.h"
+#include "engine/run.h"
 #include "kernels/cpu/cpu.h"
 #include "test/engine/tiny.h"
 
@@ -147,7 +148,7 @@ TEST_CASE("a plan that does not fit says what is free and the largest batch that
     EXPECT_EQ(t.kernels.watched.allocated(Memory::device), 0);
     t.kernels.watched.free = Watched(1).machine->device_bytes() - 1;
     const Error none = error_of([&] { t.machine->allocate(); });
-    EXPECT(first_line(none).ends_with("or --recompute full"));
+    EXPECT(first_line(none).ends_with("or --recompute auto"));
     t.kernels.watched.free = t.kernels.watched.total = needed;
     t.kernels.watched.granted = needed - 1;  // another program took some since `free` was read
     const Error late = error_of([&] { t.machine->allocate(); });
@@ -157,6 +158,35 @@ TEST_CASE("a plan that does not fit says what is free and the largest batch that
     t.kernels.watched.granted = needed;
     t.machine->allocate();
     t.machine->check_high_water();
+}
+
+TEST_CASE("--recompute auto takes the least that fits, and leaves a 32nd of the device") {
+    WatchedKernels k;
+    ModelConfig model = tiny_config("llama");
+    model.L = 5;
+    const Family& llama = family(model.family);
+    const Config c;
+    const Machine::Options o{.B = 4, .S = 16};
+    const auto bytes = [&](int64_t step) {
+        Machine::Options at = o;
+        at.recompute = Recomputation::step(step, model.L);
+        return Machine(k, model, llama, c, at).device_bytes();
+    };
+    const auto chosen = [&](int64_t room, int sharers) {
+        k.watched.total = 32 * 1000;
+        k.watched.free = room + 1000;
+        return Machine::least_recompute(k, model, llama, c, o, sharers);
+    };
+    const int64_t last = 2 * model.L;
+    for (const int sharers : {1, 3}) {
+        for (int64_t step = 0; step <= last; ++step) {
+            if (step % model.L == 1) continue;  // as large as the one before
+            const int64_t next = step + (step % model.L == 0 ? 2 : 1);
+            EXPECT_EQ(chosen(bytes(step) * sharers, sharers), step);
+            EXPECT_EQ(chosen(bytes(step) * sharers - 1, sharers), std::min(next, last));
+        }
+    }
+    EXPECT_EQ(chosen(0, 1), last);
 }
 
 #ifdef TORUS_HAVE_CUDA
@@ -182,6 +212,13 @@ TEST_CASE("a GPU's plan needs no GPU: the same tensors, in the types of a GPU") 
     const Error e = error_of([&] { gpu->device().allocate(Memory::device, 1); });
     EXPECT(e.code == Exit::internal);
     EXPECT(error_of([] { make_cuda_planner(DType::f64); }).code == Exit::usage);
+
+    Config flags;
+    flags.model = "gpt2:d1x32", flags.device = "cuda", flags.plan = true;
+    flags.recompute = Recompute::automatic;  // of a GPU that is not there
+    const Error unknown = error_of([&] { run(flags); });
+    EXPECT(unknown.code == Exit::usage);
+    EXPECT(holds(unknown, "--recompute auto: --plan uses no GPU"));
 }
 #else
 TEST_CASE("a build without CUDA says so, also for a plan") {

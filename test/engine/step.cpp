@@ -78,8 +78,9 @@ TEST_CASE("every recompute level gives the same bits") {
         INFO(m.name);
         const Batch b = random_batch(m.config, B, S, 3);
         std::vector<double> reference;
-        for (Recompute r : {Recompute::none, Recompute::attention_out, Recompute::full}) {
-            TinyMachine t(m.config, {.B = B, .S = S, .recompute = r});
+        for (int64_t step = 0; step <= 2 * m.config.L; ++step) {
+            TinyMachine t(m.config,
+                          {.B = B, .S = S, .recompute = Recomputation::step(step, m.config.L)});
             t.gradients(b, 0.25);
             const std::vector<double> g = copy_of(t.params().gradients);
             if (reference.empty()) reference = g;
@@ -91,15 +92,38 @@ TEST_CASE("every recompute level gives the same bits") {
 TEST_CASE("less is kept at each recompute level") {
     const ModelConfig m = tiny_config("gpt2");
     int64_t before = INT64_MAX;
-    for (Recompute r : {Recompute::none, Recompute::attention_out, Recompute::full}) {
-        auto k = make_cpu_kernels(DType::f64);
-        const Config c;
-        ModelConfig deep = m;
-        deep.L = 6;
-        const Machine plan(*k, deep, family("gpt2"), c, {.B = 4, .S = 32, .recompute = r});
-        EXPECT(plan.device_bytes() < before);
+    auto k = make_cpu_kernels(DType::f64);
+    const Config c;
+    ModelConfig deep = m;
+    deep.L = 6;
+    std::vector<int64_t> sizes;
+    for (int64_t step = 0; step <= 2 * deep.L; ++step) {
+        const Machine plan(*k, deep, family("gpt2"), c,
+                           {.B = 4, .S = 32, .recompute = Recomputation::step(step, deep.L)});
+        if (step % deep.L == 1)  // the first layer with a shared set of its kind saves nothing
+            EXPECT_EQ(plan.device_bytes(), before);
+        else
+            EXPECT(plan.device_bytes() < before);
         before = plan.device_bytes();
+        sizes.push_back(before);
     }
+    // The named levels are the corners.
+    size_t corner = 0;
+    for (Recompute r : {Recompute::none, Recompute::attention_out, Recompute::full}) {
+        const Machine plan(*k, deep, family("gpt2"), c, {.B = 4, .S = 32, .recompute = r});
+        EXPECT_EQ(plan.device_bytes(), sizes[corner]);
+        corner += size_t(deep.L);
+    }
+}
+
+TEST_CASE("what is recomputed, in words") {
+    EXPECT_EQ(Recomputation::step(0, 4).str(4), "nothing");
+    EXPECT_EQ(Recomputation::step(3, 4).str(4), "attention_out in 3 of 4 layers");
+    EXPECT_EQ(Recomputation::step(4, 4).str(4), "attention_out in all layers");
+    EXPECT_EQ(Recomputation::step(5, 4).str(4),
+              "full in 1 of 4 layers, attention_out in the others");
+    EXPECT_EQ(Recomputation::step(8, 4).str(4), "full in all layers");
+    EXPECT_EQ(Recomputation(Recompute::full).str(4), "full in all layers");
 }
 
 TEST_CASE("micro-batches add up to one batch") {
