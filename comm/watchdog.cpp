@@ -2,14 +2,14 @@
 // The process is ended with _Exit: aborting a communicator can itself hang.
 #include "comm/watchdog.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
+
+#include "comm/launch.h"
 
 namespace torus {
 namespace {
@@ -28,14 +28,14 @@ void copy_text(char (&to)[24], const std::string& from) {
 
 // The same number on the ranks of one machine.
 int machine_color(Comm& host) {
-    char name[256] = "";
-    gethostname(name, sizeof name - 1);
-    std::vector<char> all(sizeof name * size_t(host.size()));
+    char id[64] = "";
+    machine_id().copy(id, sizeof id - 1);
+    std::vector<char> all(sizeof id * size_t(host.size()));
     Stream none;
     host.all_gather(none, Tensor(all.data(), DType::u8, {int64_t(all.size())}),
-                    Tensor(name, DType::u8, {sizeof name}));
+                    Tensor(id, DType::u8, {sizeof id}));
     int color = 0;
-    while (std::strcmp(&all[sizeof name * size_t(color)], name) != 0) ++color;
+    while (std::strcmp(&all[sizeof id * size_t(color)], id) != 0) ++color;
     return color;
 }
 
