@@ -46,9 +46,9 @@ inline bool rows_aligned(const Tensor& t, int64_t bytes) {
 
 inline Pitch pitch_of(const Tensor& t) { return {t.pitch(0), t.pitch(1), t.pitch(2)}; }
 
-// Boxes of `rows` rows of one head, D/64 panels of 64 columns, 128-byte swizzle, zeros past the
-// end.
-inline CUtensorMap tile_map(const Tensor& t, int rows) {
+// Boxes of `rows` rows of one head, zeros past the end: all panels of 64 columns when those divide
+// the head dim, else one panel, which the end of the head cuts off.
+inline CUtensorMap tile_map(const Tensor& t, int rows, int panel = 64) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
     cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
@@ -56,22 +56,25 @@ inline CUtensorMap tile_map(const Tensor& t, int rows) {
                "cuTensorMapEncodeTiled");
     CHECK(found != nullptr);
     const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-    const cuuint64_t size = cuuint64_t(size_of(t.dtype)), panels = cuuint64_t(t.dim(3) / 64);
-    const cuuint64_t dims[5] = {64, cuuint64_t(t.dim(1)), panels, cuuint64_t(t.dim(2)),
+    const cuuint64_t size = cuuint64_t(size_of(t.dtype)), D = cuuint64_t(t.dim(3));
+    const cuuint64_t width = D % 64 ? D : 64, panels = D / width;
+    const cuuint64_t dims[5] = {width, cuuint64_t(t.dim(1)), panels, cuuint64_t(t.dim(2)),
                                 cuuint64_t(t.dim(0))};
     auto stride = [&](int i) {  // a dimension of one element may carry any pitch
-        return t.dim(i) == 1 ? 128 * panels : cuuint64_t(t.pitch(i)) * size;
+        return t.dim(i) == 1 ? size * D : cuuint64_t(t.pitch(i)) * size;
     };
     const cuuint64_t strides[4] = {stride(1), 128, stride(2), stride(0)};
-    const cuuint32_t box[5] = {64, cuuint32_t(rows), cuuint32_t(panels), 1, 1};
+    const cuuint32_t box[5] = {cuuint32_t(panel), cuuint32_t(rows), cuuint32_t(panels), 1, 1};
     const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const CUresult r = encode(
         &map,
         t.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         5, t.data, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        panel == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+        : panel == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                      : CU_TENSOR_MAP_SWIZZLE_32B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     CHECK(r == CUDA_SUCCESS, ": cuTensorMapEncodeTiled returned ", int(r), " for shape ",
           t.shape.str());
     return map;

@@ -71,19 +71,20 @@ DEVICE void tma_prefetch(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, int head, int batch,
-                     uint64_t policy) {
+                     uint64_t policy, int column = 0) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(map), "r"(shared_address(b)), "r"(0), "r"(row), "r"(0), "r"(head), "r"(batch),
+        "l"(map), "r"(shared_address(b)), "r"(column), "r"(row), "r"(0), "r"(head), "r"(batch),
         "l"(policy)
         : "memory");
 }
-DEVICE void tma_store(const CUtensorMap* map, uint32_t from, int row, int head, int batch) {
+DEVICE void tma_store(const CUtensorMap* map, uint32_t from, int row, int head, int batch,
+                      int column = 0) {
     asm volatile(
         "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
         "[%1];" ::"l"(map),
-        "r"(from), "r"(0), "r"(row), "r"(0), "r"(head), "r"(batch)
+        "r"(from), "r"(column), "r"(row), "r"(0), "r"(head), "r"(batch)
         : "memory");
 }
 DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint64_t* b) {

@@ -1,8 +1,8 @@
 // wgmma, the warpgroup matrix product of Hopper: D (64 x N, fp32, in registers) (+)= A (64 x 16) B
 // (16 x N). A comes from shared memory (ss) or registers (rs), B from shared memory; both operands
-// lie in 64-element-wide panels with the 128-byte swizzle that TMA writes, so one loaded tile
-// serves as "K-major" (the sum runs along the rows' elements) and "MN-major" operand (the sum runs
-// over rows) without a transposition.
+// lie in panels of 64, 32 or 16 elements with the swizzle of 128, 64 or 32 bytes that TMA writes,
+// so one loaded tile serves as "K-major" (the sum runs along the rows' elements) and "MN-major"
+// operand (the sum runs over rows) without a transposition.
 //
 // Accumulators: thread t, lane l = t % 32 holds the rows 16 * (t / 32) + l / 4 (and + 8) and the
 // columns 8 j + 2 (l % 4) (and + 1): d[4j], d[4j+1] in the first row, d[4j+2], d[4j+3] 8 rows
@@ -14,38 +14,64 @@
 
 namespace torus::flash {
 
-// The shared-memory matrix descriptor of what lies `offset` bytes into a tile: swizzle 128 B, 8-row
-// groups 1024 B apart. The offset is a constant, and added last: an instruction or two for each
+// The widest panel that divides a tile's columns: MN-major operands want whole ones.
+constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : 32; }
+
+// The shared-memory matrix descriptor of what lies `offset` bytes into a tile: 8-row groups
+// follow one another. The offset is a constant, and added last: an instruction or two for each
 // product, and the address below 2^18 needs no mask.
+template <int Panel>
 DEVICE uint64_t descriptor(uint32_t tile, uint32_t offset, uint32_t panel_bytes) {
+    constexpr uint32_t swizzle = Panel == 64 ? 1 : Panel == 32 ? 2 : 3, group_bytes = Panel * 16;
     const uint32_t low = (tile >> 4) + ((offset >> 4) + (panel_bytes >> 4 << 16));
-    return uint64_t(low) | uint64_t((1024 >> 4) | 1u << 30) << 32;
+    return uint64_t(low) | uint64_t((group_bytes >> 4) | swizzle << 30) << 32;
 }
 // The k-th slice of 16 of a tile of `rows` rows: along the elements (K-major) or the rows
 // (MN-major).
-template <int Rows>
+template <int Rows, int Panel = 64>
 DEVICE uint64_t k_major(uint32_t tile, int k) {
-    return descriptor(tile, k / 4 * (Rows * 128) + k % 4 * 32, 16);
+    constexpr int slices = Panel / 16;
+    return descriptor<Panel>(tile, k / slices * (Rows * Panel * 2) + k % slices * 32, 16);
 }
-template <int Rows>
+template <int Rows, int Panel = 64>
 DEVICE uint64_t mn_major(uint32_t tile, int k) {
-    return descriptor(tile, k * 2048, Rows * 128);
+    return descriptor<Panel>(tile, k * (Panel * 32), Rows * Panel * 2);
+}
+
+// A tile of `Rows` rows and D columns: one box of all panels, or one for each where the tensor map
+// has to cut off columns behind the head dim.
+template <int D, int Rows, int Panel = panel_columns(D)>
+DEVICE void load_tile(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, int head,
+                      int batch, uint64_t policy) {
+    if constexpr (Panel == 64)
+        tma_load(to, map, b, row, head, batch, policy);
+    else
+        UNROLL for (int i = 0; i < D / Panel; ++i)
+            tma_load(to + i * (Rows * Panel * 2), map, b, row, head, batch, policy, i * Panel);
+}
+template <int D, int Rows, int Panel = panel_columns(D)>
+DEVICE void store_tile(const CUtensorMap* map, uint32_t from, int row, int head, int batch) {
+    if constexpr (Panel == 64)
+        tma_store(map, from, row, head, batch);
+    else
+        UNROLL for (int i = 0; i < D / Panel; ++i)
+            tma_store(map, from + i * (Rows * Panel * 2), row, head, batch, i * Panel);
 }
 
 // Operand lists of N / 2 accumulators: their names in the text, and their constraints.
 // clang-format off
-#define WG_L_64                                                                              \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-    "%24,%25,%26,%27,%28,%29,%30,%31"
-#define WG_L_128                                                                            \
-    WG_L_64                                                                                 \
-        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
-        "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_L_48                                                                          \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define WG_L_64 WG_L_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_L_96 WG_L_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define WG_L_128 WG_L_96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define WG_F8(i)                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WG_F_64 WG_F8(0), WG_F8(8), WG_F8(16), WG_F8(24)
-#define WG_F_128 WG_F_64, WG_F8(32), WG_F8(40), WG_F8(48), WG_F8(56)
+#define WG_F_48 WG_F8(0), WG_F8(8), WG_F8(16)
+#define WG_F_64 WG_F_48, WG_F8(24)
+#define WG_F_96 WG_F_64, WG_F8(32), WG_F8(40)
+#define WG_F_128 WG_F_96, WG_F8(48), WG_F8(56)
 // clang-format on
 
 // A, B, P ...: operand numbers of the inputs, which follow the accumulators.
@@ -78,8 +104,10 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
 // Trans 0: K-major, 1: MN-major. accumulate 0 overwrites d.
 template <class T, int N, int TransA, int TransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(N == 64 || N == 128);
-    if constexpr (N == 64) {
+    static_assert(N == 48 || N == 64 || N == 128);
+    if constexpr (N == 48) {
+        WG_SS(48, 24, 25, 26, 27, 28);
+    } else if constexpr (N == 64) {
         WG_SS(64, 32, 33, 34, 35, 36);
     } else {
         WG_SS(128, 64, 65, 66, 67, 68);
@@ -87,9 +115,11 @@ DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) 
 }
 template <class T, int N, int TransB>
 DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(N == 64 || N == 128);
+    static_assert(N == 64 || N == 96 || N == 128);
     if constexpr (N == 64) {
         WG_RS(64, 32, 33, 34, 35, 36, 37, 38);
+    } else if constexpr (N == 96) {
+        WG_RS(96, 48, 49, 50, 51, 52, 53, 54);
     } else {
         WG_RS(128, 64, 65, 66, 67, 68, 69, 70);
     }
