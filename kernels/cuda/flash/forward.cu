@@ -7,16 +7,20 @@ namespace torus::flash {
 
 namespace {
 
-// Three warpgroups share keys and values at head dim 64 where the queries' last tile matters
-// little; measured, see docs/flash_attention.md.
+// Three warpgroups share keys and values at head dims to 64 where the queries' last tile matters
+// little; measured at 64, see docs/flash_attention.md.
 template <class T>
 void launch(cudaStream_t stream, const Attn& a, void* workspace) {
-    if (a.q.dim(3) == 128)
-        launch_forward<ForwardTile<T, 128, 2>>(stream, a, workspace);
-    else if (a.k.dim(1) < 4096)
-        launch_forward<ForwardTile<T, 64, 2>>(stream, a, workspace);
+    const int64_t D = a.q.dim(3);
+    const bool many_keys = a.k.dim(1) >= 4096;
+    if (D == 128) return launch_forward<ForwardTile<T, 128, 2>>(stream, a, workspace);
+    if (D > 64) return launch_forward<ForwardTile<T, 96, 2>>(stream, a, workspace);
+    if (D == 64)
+        many_keys ? launch_forward<ForwardTile<T, 64, 3>>(stream, a, workspace)
+                  : launch_forward<ForwardTile<T, 64, 2>>(stream, a, workspace);
     else
-        launch_forward<ForwardTile<T, 64, 3>>(stream, a, workspace);
+        many_keys ? launch_forward<ForwardTile<T, 64, 3, false>>(stream, a, workspace)
+                  : launch_forward<ForwardTile<T, 64, 2, false>>(stream, a, workspace);
 }
 
 }  // namespace

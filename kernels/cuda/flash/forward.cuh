@@ -4,16 +4,19 @@
 // warpgroups'. Blocks stay on their multiprocessor and draw query tiles from a counter, the longest
 // first; the last product of one runs beside the first of the next. Within a section of heads whose
 // keys and values fit the L2 cache, tiles of the same query range follow one another.
-// D head dim, M query rows and N keys of a tile; see docs/flash_attention.md.
+// D columns (the head dim, or a little more), M query rows and N keys of a tile; see
+// docs/flash_attention.md.
 #pragma once
 #include "kernels/cuda/flash/params.h"
 #include "kernels/cuda/flash/wgmma.cuh"
 
 namespace torus::flash {
 
-template <class T, int D, int Consumers>
+// Exact: the head dim is D. Else p.head_dim < D or, at 96, also equal to it.
+template <class T, int D, int Consumers, bool Exact = D % 64 == 0>
 struct ForwardTile {
     using Element = T;
+    static constexpr bool exact = Exact;
     static constexpr int d = D, n = 128, consumers = Consumers, m = 64 * consumers;
     static constexpr int threads = 128 * (1 + consumers), stages = 2;
     static constexpr int producer_registers = consumers == 2 ? 40 : 32;
@@ -76,8 +79,8 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
         const int stage = (kv_loads + i) % 2;
         barrier_wait(empty + stage, ((kv_loads + i) / 2 + 1) % 2);
         barrier_expect(full + stage, Tile::kv_bytes);
-        tma_load(shared + at + stage * Tile::kv_bytes, map, full + stage, (top - i) * Tile::n, kv,
-                 batch, keep_in_l2);
+        load_tile<Tile::d, Tile::n>(shared + at + stage * Tile::kv_bytes, map, full + stage,
+                                    (top - i) * Tile::n, kv, batch, keep_in_l2);
     };
     auto load_k = [&](int i) { load(&p.k, Tile::k_at, bar.k_full, bar.k_empty, i); };
     auto load_v = [&](int i) { load(&p.v, Tile::v_at, bar.v_full, bar.v_empty, i); };
@@ -115,9 +118,9 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
                 barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
                 barrier_expect(&bar.q_full[stage], Tile::q_bytes);
                 for (int i = 0; i < Tile::consumers; ++i)
-                    tma_load(shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes,
-                             &p.q, &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch,
-                             pass_through);
+                    load_tile<Tile::d, 64>(
+                        shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
+                        &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
                 ++q_loads;
             }
         }
@@ -183,9 +186,9 @@ struct RowEnds {
 };
 
 // Merges two rows of o and lse into what is there.
-template <int D>
+template <class Tile>
 DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
-                          const float (&o)[D / 2], const RowEnds& ends) {
+                          const float (&o)[Tile::d / 2], const RowEnds& ends) {
     const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row0 + 8 * r;
@@ -199,7 +202,8 @@ DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
         if (quad == 0) *lse_at = high + __logf(total);
         float* const to = static_cast<float*>(p.o) + batch * p.o_pitch.batch + row * p.o_pitch.row +
                           head * p.o_pitch.head + 2 * quad;
-        UNROLL for (int j = 0; j < D / 8; ++j) {
+        UNROLL for (int j = 0; j < Tile::d / 8; ++j) {
+            if (!Tile::exact && 8 * j >= p.head_dim) break;
             float2 x = *reinterpret_cast<float2*>(to + 8 * j);
             x.x = x.x * keep + o[4 * j + 2 * r] * weight;
             x.y = x.y * keep + o[4 * j + 2 * r + 1] * weight;
@@ -213,26 +217,28 @@ DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
 template <class T, int D>
 DEVICE void forward_stage(const ForwardParams& p, int head_number, int row0, uint32_t to,
                           const float (&o)[D / 2], const RowEnds& ends) {
+    constexpr int chunks = panel_columns(D) / 8;  // of 16 bytes in a row of a panel
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if (lane % 4 == 0)
         UNROLL for (int r = 0; r < 2; ++r) if (row0 + 8 * r < p.mask.queries)
             p.lse[int64_t(head_number) * p.mask.queries + row0 + 8 * r] = ends.lse[r];
     // Four 8 x 8 tiles at a time, two above each other; this lane names a row of one of them.
-    const uint32_t rows = to + (warp * 16 + lane % 16) * 128;
-    const uint32_t swizzle = (lane / 16 ^ lane % 8) * 16;
+    const uint32_t rows = to + (warp * 16 + lane % 16) * (chunks * 16);
+    const uint32_t swizzle = (lane / 16 ^ lane % 8 / (8 / chunks)) * 16;
     UNROLL for (int j = 0; j < D / 8; j += 2) {
         uint32_t x[4];
         UNROLL for (int i = 0; i < 4; ++i) {
             const int at = 4 * (j + i / 2) + 2 * (i % 2);
             x[i] = pack<T>(o[at] * ends.weight[i % 2], o[at + 1] * ends.weight[i % 2]);
         }
-        store_matrix(rows + j / 8 * 8192 + (j % 8 * 16 ^ swizzle), x);
+        store_matrix(rows + j / chunks * (chunks * 1024) + (j % chunks * 16 ^ swizzle), x);
     }
 }
 
 // Two rows of o and lse for queries that see no key.
-template <class T, int D>
+template <class Tile>
 DEVICE void store_nothing(const ForwardParams& p, int head_number, int row0) {
+    using T = typename Tile::Element;
     if (p.carry) return;
     const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
 #pragma unroll 1
@@ -241,7 +247,9 @@ DEVICE void store_nothing(const ForwardParams& p, int head_number, int row0) {
         const int64_t at = batch * p.o_pitch.batch + row * p.o_pitch.row + head * p.o_pitch.head;
         T* const to = static_cast<T*>(p.o) + at + 8 * quad;
 #pragma unroll 1
-        for (int i = 0; i < D; i += 32) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < Tile::d; i += 32)
+            if (Tile::exact || i + 8 * quad < p.head_dim)
+                *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -250,7 +258,7 @@ DEVICE void store_nothing(const ForwardParams& p, int head_number, int row0) {
 template <class Tile>
 struct ForwardConsumer {
     using T = typename Tile::Element;
-    static constexpr int D = Tile::d, N = Tile::n;
+    static constexpr int D = Tile::d, N = Tile::n, panel = panel_columns(D);
     const ForwardParams& p;
     ForwardBarriers& bar;
     const uint32_t shared;
@@ -305,15 +313,15 @@ struct ForwardConsumer {
     DEVICE void scores(uint32_t q_tile, int stage) {  // s = Q K^T, asynchronous
         const uint32_t k_tile = shared + Tile::k_at + stage * Tile::kv_bytes;
         wgmma_fence();
-        UNROLL for (int k = 0; k < D / 16; ++k)
-            wgmma_ss<T, N, 0, 0>(s, k_major<64>(q_tile, k), k_major<N>(k_tile, k), k > 0);
+        UNROLL for (int k = 0; k < D / 16; ++k) wgmma_ss<T, N, 0, 0>(
+            s, k_major<64, panel>(q_tile, k), k_major<N, panel>(k_tile, k), k > 0);
         wgmma_commit();
     }
     DEVICE void output(int stage) {  // o += P V, asynchronous
         const uint32_t v_tile = shared + Tile::v_at + stage * Tile::kv_bytes;
         wgmma_fence();
         UNROLL for (int k = 0; k < N / 16; ++k)
-            wgmma_rs<T, D, 1>(o, probability + 4 * k, mn_major<N>(v_tile, k), 1);
+            wgmma_rs<T, D, 1>(o, probability + 4 * k, mn_major<N, panel>(v_tile, k), 1);
         wgmma_commit();
     }
     DEVICE void hide(const ForwardWork& w, int n) {
@@ -385,13 +393,13 @@ struct ForwardConsumer {
         }
     }
     DEVICE void store(const ForwardWork& w, uint32_t stage, const RowEnds& ends) {
-        if (p.carry) return forward_merge<D>(p, w.head, row_of(w), o, ends);
+        if (p.carry) return forward_merge<Tile>(p, w.head, row_of(w), o, ends);
         forward_stage<T, D>(p, w.head, row_of(w), queries(stage), o, ends);
         fence_async();
         sync();
         if (elected()) {
-            tma_store(&p.o_map, queries(stage), w.m * Tile::m + group * 64, w.head % p.heads,
-                      w.head / p.heads);
+            store_tile<D, 64>(&p.o_map, queries(stage), w.m * Tile::m + group * 64,
+                              w.head % p.heads, w.head / p.heads);
             bulk_commit();
         }
     }
@@ -412,7 +420,7 @@ struct ForwardConsumer {
         while (true) {
             ForwardWork after = take();
             while (after.head >= 0 && after.begin >= after.end) {
-                store_nothing<T, D>(p, after.head, row_of(after));
+                store_nothing<Tile>(p, after.head, row_of(after));
                 after = take();
             }
             if (w.head >= 0 || after.head >= 0) turn_over(w, after, here, here ^ 1);

@@ -16,17 +16,18 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     const int64_t l2_share = int64_t(32) << 20;  // of 50 MB or more: K and V of the heads at work
     const int64_t fit = std::max(int64_t(1), l2_share / (4 * Tk * Tile::d));
     ForwardParams p{};
-    p.q = tile_map(a.q, 64);
-    if (!a.carry) p.o_map = tile_map(a.o, 64);
-    p.k = tile_map(a.k, Tile::n);
-    p.v = tile_map(a.v, Tile::n);
+    constexpr int panel = panel_columns(Tile::d);
+    p.q = tile_map(a.q, 64, panel);
+    if (!a.carry) p.o_map = tile_map(a.o, 64, panel);
+    p.k = tile_map(a.k, Tile::n, panel);
+    p.v = tile_map(a.v, Tile::n, panel);
     p.o = a.o.data, p.lse = a.lse.as<float>(), p.o_pitch = pitch_of(a.o);
     p.mask = mask_of(a.first_key, a.q0, a.k0, Tq, Tk, a.causal);
     p.tiles = int32_t(B * H * m_tiles), p.m_tiles = int32_t(m_tiles);
     p.heads = int32_t(H), p.group = int32_t(group), p.all_heads = int32_t(B * H);
     p.section_heads = int32_t(std::min(B * H, fit * group));
     p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
-    p.carry = a.carry;
+    p.carry = a.carry, p.head_dim = int32_t(a.q.dim(3));
     const int blocks = std::min(p.tiles, int32_t(multiprocessors()));
     if (blocks < p.tiles) {
         p.counter = static_cast<int32_t*>(workspace);

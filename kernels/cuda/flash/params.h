@@ -45,6 +45,7 @@ struct ForwardParams {
     int32_t all_heads;      // B * H
     float scale, scale_log2;
     bool carry;
+    int32_t head_dim;  // columns that exist; the tile may be wider
 };
 
 // How the sum over key tiles that makes dq is formed in memory.
@@ -90,6 +91,7 @@ struct BackwardParams {
     int32_t section_heads;  // kv heads at work at the same time; their queries share the L2 cache
     float scale, scale_log2;
     bool accumulate;
+    int32_t head_dim;  // columns that exist; the tile may be wider
 };
 
 }  // namespace torus::flash
