@@ -95,7 +95,7 @@ bool hopper(Gpu& gpu) {
 TEST_CASE("flash: the same gradients in every run") {
     Gpu gpu(DType::bf16);
     if (!hopper(gpu)) return;
-    for (int64_t D : {64, 128}) {
+    for (int64_t D : {40, 64, 80, 128}) {
         same_every_time(gpu, 250, 515, 515, 4, 2, D);
         same_every_time(gpu, 20, 2600, 2600, 8, 1, D);  // the heads of a group in several units
         same_every_time(gpu, 10, 200, 33000, 1, 1, D);  // sums in fixed point
@@ -163,9 +163,9 @@ TEST_CASE("flash: what the kernels are not made for is refused") {
         EXPECT_EQ(flash::forward_supported(t.forward()), flash::backward_supported(t.backward()));
         return flash::forward_supported(t.forward());
     };
-    EXPECT(supported(DType::bf16, 64));
+    for (int64_t D = 8; D <= 96; D += 8) EXPECT(supported(D % 16 ? DType::bf16 : DType::f16, D));
     EXPECT(supported(DType::f16, 128));
-    EXPECT(!supported(DType::bf16, 80));
+    for (int64_t D : {4, 60, 92, 104, 120, 136, 256}) EXPECT(!supported(DType::bf16, D));
     EXPECT(!supported(DType::f32, 64));
     const Tensors t(gpu, DType::bf16, 8, 8, 2, 1, 64);
     Attn a = t.forward();

@@ -10,7 +10,7 @@ namespace torus::flash {
 
 namespace {
 
-constexpr int64_t query_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
+constexpr int64_t query_rows(int64_t columns) { return columns == 64 ? 128 : 64; }
 constexpr int64_t key_rows = 128, most_chunks = 64;
 // The sums of dq take twice the bytes of q; larger calls go through them in several rounds of
 // heads.
@@ -19,6 +19,7 @@ constexpr int64_t sums_limit = int64_t(2) << 30;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How a call is cut into units of work, and where its scratch memory lies (offsets in bytes).
+// D: the tile's columns.
 struct Plan {
     int64_t m_tiles, n_tiles, parts, section_heads;
     int64_t stats, sums, maxima, ranges, flags, partial, total;
@@ -60,16 +61,16 @@ struct Round {
     }
 };
 
-template <class T, int D, Sum How>
+template <class Tile>
 void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
-    using Tile = BackwardTile<T, D, How>;
-    constexpr int M = Tile::m;
+    using T = typename Tile::Element;
+    constexpr int M = Tile::m, D = Tile::d, panel = Tile::panel;
     const int64_t B = a.q.dim(0), Tq = a.q.dim(1), H = a.q.dim(2), Tk = a.k.dim(1), Hk = a.k.dim(2);
     const Plan at(B, H, Hk, Tq, Tk, D);
     char* const base = static_cast<char*>(workspace);
     BackwardParams p{};
-    p.q = tile_map(a.q, M), p.dout = tile_map(a.dout, M);
-    p.k = tile_map(a.k, int(key_rows)), p.v = tile_map(a.v, int(key_rows));
+    p.q = tile_map(a.q, M, panel), p.dout = tile_map(a.dout, M, panel);
+    p.k = tile_map(a.k, Tile::n, Tile::k_panel), p.v = tile_map(a.v, Tile::n, panel);
     p.dq = a.dq.data, p.dk = a.dk.data, p.dv = a.dv.data;
     p.dq_pitch = pitch_of(a.dq), p.dk_pitch = pitch_of(a.dk), p.dv_pitch = pitch_of(a.dv);
     p.lse = a.lse.as<float>(), p.delta = a.delta.as<float>();
@@ -88,13 +89,13 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.heads = int32_t(H), p.kv_heads = int32_t(Hk), p.group = int32_t(H / Hk);
     p.batches = int32_t(B), p.section_heads = int32_t(at.section_heads);
     p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
-    p.accumulate = a.accumulate;
+    p.accumulate = a.accumulate, p.head_dim = int32_t(a.q.dim(3));
     const int blocks = std::min(p.units, int32_t(multiprocessors()));
     if (blocks < p.units) p.counter = static_cast<int32_t*>(workspace);
 
     const unsigned tiles = unsigned(B * H * at.m_tiles);
-    if (How != Sum::plain)
-        measure_kernel<T, D>
+    if (Tile::sum != Sum::plain)
+        measure_kernel<T, D, Tile::exact>
             <<<dim3(unsigned(p.chunks), unsigned(B * Hk)), pass_threads, 0, stream>>>(p);
     prepare_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
     if (a.first_key) find_kernel<M><<<unsigned(B * at.n_tiles), 32, 0, stream>>>(p, int(key_rows));
@@ -109,12 +110,23 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
 // has 2.9e-3.
 constexpr int64_t longest_rounded = 32768;
 
-template <class T, int D>
+template <class T, int D, bool Exact>
+void launch_sum(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
+    if (!deterministic) return launch<BackwardTile<T, D, Sum::plain, Exact>>(stream, a, workspace);
+    if constexpr (D < 128 || std::is_same_v<T, __nv_bfloat16>)  // fp16 D 128 would spill registers
+        if (a.k.dim(1) <= longest_rounded)
+            return launch<BackwardTile<T, D, Sum::rounded, Exact>>(stream, a, workspace);
+    launch<BackwardTile<T, D, Sum::fixed, Exact>>(stream, a, workspace);
+}
+
+template <class T>
 void launch_any(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
-    if (!deterministic) return launch<T, D, Sum::plain>(stream, a, workspace);
-    if constexpr (D == 64 || std::is_same_v<T, __nv_bfloat16>)  // fp16 D 128 would spill registers
-        if (a.k.dim(1) <= longest_rounded) return launch<T, D, Sum::rounded>(stream, a, workspace);
-    launch<T, D, Sum::fixed>(stream, a, workspace);
+    const int64_t D = a.q.dim(3);
+    const auto run = D == 128  ? launch_sum<T, 128, true>
+                     : D > 64  ? launch_sum<T, 96, false>
+                     : D == 64 ? launch_sum<T, 64, true>
+                               : launch_sum<T, 64, false>;
+    run(stream, a, workspace, deterministic);
 }
 
 }  // namespace
@@ -133,16 +145,16 @@ bool backward_supported(const AttnGrad& a) {
 
 int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
                                  int64_t keys, int64_t head_dim) {
-    const Round round(batch, kv_heads, heads / kv_heads, queries, head_dim);
-    return Plan(round.batches, round.kv_heads * (heads / kv_heads), round.kv_heads, queries, keys,
-                head_dim)
-        .total;
+    if (!head_dim_supported(head_dim)) return 0;
+    const int64_t group = heads / kv_heads, D = tile_columns(head_dim);
+    const Round round(batch, kv_heads, group, queries, D);
+    return Plan(round.batches, round.kv_heads * group, round.kv_heads, queries, keys, D).total;
 }
 
 void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
     CHECK(backward_supported(a));
     const int64_t B = a.q.dim(0), H = a.q.dim(2), Hk = a.k.dim(2), group = H / Hk;
-    const Round round(B, Hk, group, a.q.dim(1), a.q.dim(3));
+    const Round round(B, Hk, group, a.q.dim(1), tile_columns(a.q.dim(3)));
     for (int64_t b = 0; b < B; b += round.batches)
         for (int64_t h = 0; h < Hk; h += round.kv_heads) {
             const int64_t batches = std::min(round.batches, B - b);
@@ -155,13 +167,9 @@ void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool dete
             for (Tensor* t : {&part.lse, &part.delta})
                 *t = t->slice(0, b, batches).slice(1, h * group, kv_heads * group);
             if (part.first_key) part.first_key = part.first_key.slice(0, b, batches);
-            const bool bf16 = a.q.dtype == DType::bf16;
-            if (a.q.dim(3) == 64)
-                bf16 ? launch_any<__nv_bfloat16, 64>(stream, part, workspace, deterministic)
-                     : launch_any<__half, 64>(stream, part, workspace, deterministic);
-            else
-                bf16 ? launch_any<__nv_bfloat16, 128>(stream, part, workspace, deterministic)
-                     : launch_any<__half, 128>(stream, part, workspace, deterministic);
+            a.q.dtype == DType::bf16
+                ? launch_any<__nv_bfloat16>(stream, part, workspace, deterministic)
+                : launch_any<__half>(stream, part, workspace, deterministic);
         }
 }
 

@@ -29,18 +29,21 @@ DEVICE int to_fixed(float x, float unit) {
     return __float_as_int(high) * 2048 + __float_as_int(rest + one_and_half);
 }
 
-// Two rows (row, row + 8) of dk or dv; rows past the end are left out.
-template <class T, int D>
-DEVICE void store_rows(void* data, const Pitch& pitch, int batch, int head, int row, int rows,
-                       const float (&x)[D / 2], bool accumulate) {
+// Two rows (row, row + 8) of dk or dv; what lies past the last row or column is left out.
+template <class Tile>
+DEVICE void store_rows(const BackwardParams& p, void* data, const Pitch& pitch, int batch, int head,
+                       int row, const float (&x)[Tile::d / 2]) {
+    using T = typename Tile::Element;
+    constexpr int D = Tile::d;
     const int quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
-        const bool inside = row + 8 * r < rows;
+        const bool inside = row + 8 * r < p.mask.keys;
         const int64_t at = batch * pitch.batch + (row + 8 * r) * pitch.row + head * pitch.head;
-        if (accumulate) {
+        if (p.accumulate) {
             if (!inside) continue;
             float* const to = static_cast<float*>(data) + at + 2 * quad;
             UNROLL for (int j = 0; j < D / 8; ++j) {
+                if (!Tile::exact && 8 * j >= p.head_dim) break;
                 float2 sum = __ldcg(reinterpret_cast<const float2*>(to + 8 * j));
                 sum.x += x[4 * j + 2 * r], sum.y += x[4 * j + 2 * r + 1];
                 *reinterpret_cast<float2*>(to + 8 * j) = sum;
@@ -53,7 +56,8 @@ DEVICE void store_rows(void* data, const Pitch& pitch, int batch, int head, int 
             UNROLL for (int i = 0; i < 4; ++i) y[i] =
                 pack<T>(x[4 * (j + i) + 2 * r], x[4 * (j + i) + 2 * r + 1]);
             transpose_quad(y);
-            if (inside) *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(y[0], y[1], y[2], y[3]);
+            if (inside && (Tile::exact || 8 * (j + quad) < p.head_dim))
+                *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(y[0], y[1], y[2], y[3]);
         }
     }
 }
@@ -64,7 +68,7 @@ DEVICE void store_rows(void* data, const Pitch& pitch, int batch, int head, int 
 template <class Tile>
 struct BackwardConsumer {
     using T = typename Tile::Element;
-    static constexpr int D = Tile::d, M = Tile::m;
+    static constexpr int D = Tile::d, M = Tile::m, dq_columns = Tile::dq_columns;
     const BackwardParams& p;
     BackwardBarriers& bar;
     const uint32_t shared;
@@ -125,8 +129,8 @@ struct BackwardConsumer {
         }
         if (w.part + 1 == p.parts || p.accumulate) {
             const int row = w.n * Tile::n + at.key_row();
-            store_rows<T, D>(p.dv, p.dv_pitch, batch, kv, row, p.mask.keys, dv, p.accumulate);
-            store_rows<T, D>(p.dk, p.dk_pitch, batch, kv, row, p.mask.keys, dk, p.accumulate);
+            store_rows<Tile>(p, p.dv, p.dv_pitch, batch, kv, row, dv);
+            store_rows<Tile>(p, p.dk, p.dk_pitch, batch, kv, row, dk);
         } else {
             store_partial(partial);
         }
@@ -176,7 +180,7 @@ struct BackwardConsumer {
         };
         barrier_wait(&bar.k_full, w.phase);
         barrier_wait(&bar.q_full[step % 2], step / 2 % 2);
-        product(s, Place(shared), Tile::k_at, Tile::q_at + step % 2 * Tile::q_bytes);
+        product<Tile::k_panel>(s, Place(shared), Tile::k_at, Tile::q_at + step % 2 * Tile::q_bytes);
         barrier_wait(&bar.v_full, w.phase);
         wgmma_wait<0>();
         pin(s);
@@ -189,7 +193,7 @@ struct BackwardConsumer {
         }
         const Place at(shared);
         if constexpr (Tile::delayed) {
-            float dq[32];
+            float dq[dq_columns / 2];
             begin_dq(dq, at, step % 2 ^ 1);
             const float2 factor = load_factors(before, at);
             wgmma_wait<0>();
@@ -199,25 +203,27 @@ struct BackwardConsumer {
         if (at.elected) barrier_arrive(&bar.k_empty), barrier_arrive(&bar.v_empty);
     }
 
-    // x (64 keys x M queries) = A B^T, A: this warpgroup's rows of K or V, B: Q or dO;
-    // asynchronous.
+    // x (64 keys x M queries) = A B^T, A: this warpgroup's rows of K or V, in panels of PanelA
+    // columns, B: Q or dO; asynchronous.
+    template <int PanelA>
     DEVICE void product(float (&x)[M / 2], const Place& at, uint32_t a, uint32_t b) {
         wgmma_fence();
-        UNROLL for (int k = 0; k < D / 16; ++k)
-            wgmma_ss<T, M, 0, 0>(x, k_major<Tile::n>(at.shared + a + at.group * 8192, k),
-                                 k_major<M>(at.shared + b, k), k > 0);
+        UNROLL for (int k = 0; k < D / 16; ++k) wgmma_ss<T, M, 0, 0>(
+            x, k_major<Tile::n, PanelA>(at.shared + a + at.group * (PanelA * 128), k),
+            k_major<M, Tile::panel>(at.shared + b, k), k > 0);
         wgmma_commit();
     }
-    // dq (64 x 64 of the tile, this warpgroup's share) = dS K, asynchronous.
-    DEVICE void begin_dq(float (&dq)[32], const Place& at, int stage) {
+    // dq (64 rows of this warpgroup's share of the tile) = dS K, asynchronous.
+    DEVICE void begin_dq(float (&dq)[dq_columns / 2], const Place& at, int stage) {
         const uint32_t ds = at.shared + Tile::ds_at + stage * Tile::ds_bytes;
         const uint32_t k_tile = at.shared + Tile::k_at;
         if (Tile::by_copy && at.elected) bulk_wait_read();  // the last dq has left its buffer
         named_sync<1, 256>();                               // dS is whole
         wgmma_fence();
-        UNROLL for (int k = 0; k < Tile::n / 16; ++k) wgmma_ss<T, 64, 0, 1>(
+        UNROLL for (int k = 0; k < Tile::n / 16; ++k) wgmma_ss<T, dq_columns, 0, 1>(
             dq, k_major<M>(ds + (D == 64 ? at.group * 8192 : 0), k),
-            mn_major<Tile::n>(k_tile + (D == 128 ? at.group * (Tile::n * 128) : 0), k), k > 0);
+            mn_major<Tile::n, Tile::k_panel>(k_tile + (D == 64 ? 0 : at.group * (Tile::n * D)), k),
+            k > 0);
         wgmma_commit();
     }
     // The units of this thread's two rows of dq.
@@ -228,8 +234,10 @@ struct BackwardConsumer {
         return make_float2(__ldg(from), __ldg(from + 8));
     }
     // dq on its way to memory, in the order of the accumulators.
-    DEVICE void add_dq(const float (&dq)[32], const Place& at, int tile, const float2& factor) {
-        const int64_t base = int64_t(tile) * (M * D) + at.group * 4096;
+    DEVICE void add_dq(const float (&dq)[dq_columns / 2], const Place& at, int tile,
+                       const float2& factor) {
+        constexpr int share = M * D / 2;  // numbers of a warpgroup
+        const int64_t base = int64_t(tile) * (M * D) + at.group * share;
         const int thread = at.warp * 32 + at.lane;
         auto addend = [&](int i) {  // its 32 bits
             const float x = dq[i], unit = i / 2 % 2 ? factor.y : factor.x;
@@ -238,20 +246,20 @@ struct BackwardConsumer {
         };
         if constexpr (!Tile::by_copy) {
             float4* const to = static_cast<float4*>(p.sums) + base / 4 + thread;
-            UNROLL for (int i = 0; i < 32; i += 4)
+            UNROLL for (int i = 0; i < dq_columns / 2; i += 4)
                 red_add(to + i * 32, __int_as_float(addend(i)), __int_as_float(addend(i + 1)),
                         __int_as_float(addend(i + 2)), __int_as_float(addend(i + 3)));
         } else {
-            const uint32_t to = at.shared + Tile::dq_at + at.group * 16384;
-            UNROLL for (int i = 0; i < 32; i += 4) store_shared(
+            const uint32_t to = at.shared + Tile::dq_at + at.group * (share * 4);
+            UNROLL for (int i = 0; i < dq_columns / 2; i += 4) store_shared(
                 to + i * 512 + thread * 16, addend(i), addend(i + 1), addend(i + 2), addend(i + 3));
             fence_async();
             at.sync();
             if (at.elected) {
                 if constexpr (Tile::sum == Sum::fixed)
-                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base, to, 16384);
+                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base, to, share * 4);
                 else
-                    bulk_add_f32(static_cast<float*>(p.sums) + base, to, 16384);
+                    bulk_add_f32(static_cast<float*>(p.sums) + base, to, share * 4);
                 bulk_commit();
             }
         }
@@ -280,14 +288,14 @@ struct BackwardConsumer {
     // and the product of whatever lies there is not used.
     template <bool First>
     DEVICE void one_step(float (&s)[M / 2], int n, Query now, int before, int step, bool more) {
-        float dp[M / 2], dq[32];
+        float dp[M / 2], dq[dq_columns / 2];
         uint32_t p16[M / 4], ds16[M / 4];
         const int stage = step % 2;
         const Place before_dp(shared);
         const uint32_t stats = before_dp.shared + Tile::stats_at + stage * Tile::stats_bytes;
         const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
-        product(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
+        product<Tile::panel>(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
         if (needs_mask(n, now.m, stats)) mask(s, before_dp, n, now.m, stats);
         uint32_t signs = 0;
         UNROLL for (int j = 0; j < M / 8; ++j) {
@@ -328,10 +336,10 @@ struct BackwardConsumer {
         const uint32_t dout = at.shared + Tile::dout_at + stage * Tile::q_bytes;
         wgmma_fence();
         UNROLL for (int k = 0; k < M / 16; ++k)  // dV += P^T dO
-            wgmma_rs<T, D, 1>(dv, p16 + 4 * k, mn_major<M>(dout, k), !First || k > 0);
+            wgmma_rs<T, D, 1>(dv, p16 + 4 * k, mn_major<M, Tile::panel>(dout, k), !First || k > 0);
         wgmma_commit();
         UNROLL for (int k = 0; k < M / 16; ++k)  // dK += dS^T Q
-            wgmma_rs<T, D, 1>(dk, ds16 + 4 * k, mn_major<M>(q, k), !First || k > 0);
+            wgmma_rs<T, D, 1>(dk, ds16 + 4 * k, mn_major<M, Tile::panel>(q, k), !First || k > 0);
         wgmma_commit();
         const int dq_tile = Tile::delayed ? before : now.tile;
         float2 factor;
@@ -355,7 +363,7 @@ struct BackwardConsumer {
         };
         if constexpr (!Tile::delayed) release();
         if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
-        product(s, at, Tile::k_at, Tile::q_at + (stage ^ 1) * Tile::q_bytes);
+        product<Tile::k_panel>(s, at, Tile::k_at, Tile::q_at + (stage ^ 1) * Tile::q_bytes);
         if constexpr (Tile::delayed) {
             release();
         } else {

@@ -12,10 +12,13 @@ constexpr int pass_threads = 256;
 
 DEVICE float keep_nan_max(float a, float b) { return a > b || a != a ? a : b; }
 
-// Eight consecutive 16-bit values as floats.
+// The lanes that read a row of a tile's columns, eight each, and a power of two.
+constexpr int row_lanes(int D) { return D == 64 ? 8 : 16; }
+
+// Eight consecutive 16-bit values as floats; zeros when they are not there.
 template <class T>
-DEVICE void load8(const T* from, float (&x)[8]) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+DEVICE void load8(const T* from, bool there, float (&x)[8]) {
+    const uint4 raw = there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     UNROLL for (int i = 0; i < 4; ++i) {
         if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -29,9 +32,9 @@ DEVICE void load8(const T* from, float (&x)[8]) {
 }
 
 // Grid (chunks, B * Hk): a chunk of keys of one head.
-template <class T, int D>
+template <class T, int D, bool Exact>
 __global__ void __launch_bounds__(pass_threads) measure_kernel(const BackwardParams p) {
-    constexpr int lanes = D / 8, rows = pass_threads / lanes;
+    constexpr int lanes = row_lanes(D), rows = pass_threads / lanes;
     __shared__ float2 part[pass_threads / 32];
     const int head = blockIdx.y, batch = head / p.kv_heads, h = head % p.kv_heads;
     const int size = (p.mask.keys + p.chunks - 1) / p.chunks;
@@ -40,12 +43,13 @@ __global__ void __launch_bounds__(pass_threads) measure_kernel(const BackwardPar
                        h * p.k_pitch.head + threadIdx.x % lanes * 8;
     const T* const v = static_cast<const T*>(p.v_data) + batch * p.v_pitch.batch +
                        h * p.v_pitch.head + threadIdx.x % lanes * 8;
+    const bool there = Exact || threadIdx.x % lanes * 8 < p.head_dim;
     float largest = 0, norm = 0;
     for (int row0 = first; row0 < last; row0 += rows) {
         const int row = min(row0 + int(threadIdx.x) / lanes, last - 1);  // whole warps take part
         float x[8], y[8], sum = 0;
-        load8(k + row * p.k_pitch.row, x);
-        load8(v + row * p.v_pitch.row, y);
+        load8(k + row * p.k_pitch.row, there, x);
+        load8(v + row * p.v_pitch.row, there, y);
         UNROLL for (int i = 0; i < 8; ++i) {
             largest = keep_nan_max(fabsf(x[i]), largest);
             sum = fmaf(y[i], y[i], sum);
@@ -72,7 +76,7 @@ template <class Tile>
 __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardParams p) {
     using T = typename Tile::Element;
     constexpr int D = Tile::d, M = Tile::m;
-    constexpr int lanes = D / 8, rows = pass_threads / lanes;
+    constexpr int lanes = row_lanes(D), rows = pass_threads / lanes;
     __shared__ float norms[M];
     __shared__ float2 top;
     __shared__ int low_min, low_max;
@@ -99,10 +103,11 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     if constexpr (Tile::sum != Sum::plain) {
         const T* const dout = static_cast<const T*>(p.dout_data) + batch * p.dout_pitch.batch +
                               head * p.dout_pitch.head + threadIdx.x % lanes * 8;
+        const bool there = Tile::exact || threadIdx.x % lanes * 8 < p.head_dim;
         UNROLL for (int r = threadIdx.x / lanes; r < M; r += rows) {
             const int row = min(m * M + r, p.mask.queries - 1);
             float x[8], sum = 0;
-            load8(dout + row * p.dout_pitch.row, x);
+            load8(dout + row * p.dout_pitch.row, there, x);
             UNROLL for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
             UNROLL for (int n = lanes / 2; n > 0; n /= 2) sum += __shfl_xor_sync(~0u, sum, n);
             if (threadIdx.x % lanes == 0) norms[r] = sqrtf(sum);
@@ -158,23 +163,24 @@ __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int n_
 template <class Tile>
 __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardParams p) {
     using T = typename Tile::Element;
-    constexpr int D = Tile::d, M = Tile::m;
+    constexpr int D = Tile::d, M = Tile::m, count = Tile::dq_columns / 8;
     const int tile = blockIdx.x, bh = tile / p.m_tiles, m = tile % p.m_tiles;
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32, quad = lane % 4;
     const int row = (D == 64 ? group * 64 : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int4* const from = static_cast<const int4*>(p.sums) + int64_t(tile) * (M * D / 4) +
-                             group * 1024 + threadIdx.x % 128;
-    int4 sum[8];
-    UNROLL for (int i = 0; i < 8; ++i) sum[i] = from[i * 128];
+                             group * (count * 128) + threadIdx.x % 128;
+    const int column = D == 64 ? 0 : group * Tile::dq_columns;  // the warpgroup's first
+    int4 sum[count];
+    UNROLL for (int i = 0; i < count; ++i) sum[i] = from[i * 128];
     const RowStats<M>& stats = static_cast<const RowStats<M>*>(p.stats)[tile];
     UNROLL for (int r = 0; r < 2; ++r) {
         const bool inside = m * M + row + 8 * r < p.mask.queries;
         const float unit = Tile::sum == Sum::fixed ? p.scale / stats.factor[row + 8 * r] : p.scale;
         const int64_t at = bh / p.heads * p.dq_pitch.batch +
                            (m * M + row + 8 * r) * p.dq_pitch.row + bh % p.heads * p.dq_pitch.head +
-                           (D == 128 ? group * 64 : 0);
-        float x[16];
-        UNROLL for (int i = 0; i < 8; ++i) {
+                           column;
+        float x[2 * count];
+        UNROLL for (int i = 0; i < count; ++i) {
             const int even = r ? sum[i].z : sum[i].x, odd = r ? sum[i].w : sum[i].y;
             x[2 * i] = (Tile::sum == Sum::fixed ? float(even) : __int_as_float(even)) * unit;
             x[2 * i + 1] = (Tile::sum == Sum::fixed ? float(odd) : __int_as_float(odd)) * unit;
@@ -182,7 +188,8 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
         if (p.accumulate) {
             if (!inside) continue;
             float* const to = static_cast<float*>(p.dq) + at + 2 * quad;
-            UNROLL for (int i = 0; i < 8; ++i) {
+            UNROLL for (int i = 0; i < count; ++i) {
+                if (!Tile::exact && column + 8 * i >= p.head_dim) break;
                 float2 y = *reinterpret_cast<float2*>(to + 8 * i);
                 y.x += x[2 * i], y.y += x[2 * i + 1];
                 *reinterpret_cast<float2*>(to + 8 * i) = y;
@@ -190,11 +197,15 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
             continue;
         }
         T* const to = static_cast<T*>(p.dq) + at + 8 * quad;
-        UNROLL for (int i = 0; i < 8; i += 4) {
-            uint32_t y[4];
-            UNROLL for (int j = 0; j < 4; ++j) y[j] = pack<T>(x[2 * (i + j)], x[2 * (i + j) + 1]);
+        UNROLL for (int i = 0; i < count; i += 4) {
+            uint32_t y[4] = {};
+            UNROLL for (int j = 0; j < 4 && i + j < count; ++j) y[j] =
+                pack<T>(x[2 * (i + j)], x[2 * (i + j) + 1]);
             transpose_quad(y);
-            if (inside) *reinterpret_cast<uint4*>(to + 8 * i) = make_uint4(y[0], y[1], y[2], y[3]);
+            const bool there =
+                Tile::exact || (i + quad < count && column + 8 * (i + quad) < p.head_dim);
+            if (inside && there)
+                *reinterpret_cast<uint4*>(to + 8 * i) = make_uint4(y[0], y[1], y[2], y[3]);
         }
     }
 }

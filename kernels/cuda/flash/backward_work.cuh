@@ -6,13 +6,19 @@
 
 namespace torus::flash {
 
-template <class T, int D, Sum How>
+// Exact: the head dim is D. Else p.head_dim < D or, at 96, also equal to it.
+template <class T, int D, Sum How, bool Exact = D % 64 == 0>
 struct BackwardTile {
     using Element = T;
     static constexpr Sum sum = How;
+    static constexpr bool exact = Exact;
     static constexpr int d = D, m = D == 64 ? 128 : 64, n = 128, consumers = 2, threads = 384;
     static constexpr int producer_registers = 24, consumer_registers = 240;
-    static constexpr bool delayed = D == 128;  // dQ of a step runs in the next one
+    static constexpr bool delayed = D > 64;  // dQ of a step runs in the next one
+    // The warpgroups share dQ by rows at M 128, by columns at M 64. Of K they then read halves of
+    // the columns, which must begin at a panel: at D 96 its panels are narrower.
+    static constexpr int dq_columns = D == 64 ? D : D / 2;
+    static constexpr int panel = panel_columns(D), k_panel = D % 64 == 0 ? 64 : 16;
     // dQ goes to memory through shared memory and the copy engine, or straight from the registers.
     static constexpr bool by_copy = How == Sum::fixed || D == 64;
     static constexpr uint32_t kv_bytes = n * D * 2, q_bytes = m * D * 2;
@@ -103,8 +109,9 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
         if (left > 0) {
             barrier_wait(&bar.k_empty, kv_free);
             barrier_expect(&bar.k_full, Tile::kv_bytes);
-            tma_load(shared + Tile::k_at, &p.k, &bar.k_full, slot->n * Tile::n,
-                     slot->kv_head % p.kv_heads, batch, pass_through);
+            load_tile<Tile::d, Tile::n, Tile::k_panel>(
+                shared + Tile::k_at, &p.k, &bar.k_full, slot->n * Tile::n,
+                slot->kv_head % p.kv_heads, batch, pass_through);
         }
         bool first = true;
 #pragma unroll 1
@@ -113,8 +120,8 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             const uint32_t empty = (step / 2 + 1) % 2;
             barrier_wait(&bar.q_empty[s], empty);
             barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
-            tma_load(shared + Tile::q_at + s * Tile::q_bytes, &p.q, &bar.q_full[s], m * Tile::m,
-                     head, batch, keep_in_l2);
+            load_tile<Tile::d, Tile::m>(shared + Tile::q_at + s * Tile::q_bytes, &p.q,
+                                        &bar.q_full[s], m * Tile::m, head, batch, keep_in_l2);
             if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
                       static_cast<const RowStats<Tile::m>*>(p.stats) +
@@ -123,15 +130,16 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             if (first) {
                 barrier_wait(&bar.v_empty, kv_free);
                 barrier_expect(&bar.v_full, Tile::kv_bytes);
-                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, slot->n * Tile::n,
-                         slot->kv_head % p.kv_heads, batch, pass_through);
+                load_tile<Tile::d, Tile::n>(shared + Tile::v_at, &p.v, &bar.v_full,
+                                            slot->n * Tile::n, slot->kv_head % p.kv_heads, batch,
+                                            pass_through);
                 kv_free ^= 1;
                 first = false;
             }
             barrier_wait(&bar.dout_empty[s], empty);
             barrier_expect(&bar.dout_full[s], Tile::q_bytes);
-            tma_load(shared + Tile::dout_at + s * Tile::q_bytes, &p.dout, &bar.dout_full[s],
-                     m * Tile::m, head, batch, keep_in_l2);
+            load_tile<Tile::d, Tile::m>(shared + Tile::dout_at + s * Tile::q_bytes, &p.dout,
+                                        &bar.dout_full[s], m * Tile::m, head, batch, keep_in_l2);
             if (++m == slot->end) m = slot->begin, ++head;
         }
         unit = p.counter ? int(gridDim.x) + atomicAdd(p.counter, 1) : p.units;

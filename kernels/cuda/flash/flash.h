@@ -8,11 +8,13 @@
 
 namespace torus::flash {
 
-// D 64 or 128, bf16 or fp16, scale > 0, rows and heads of q, k, v, o at multiples of 16 bytes.
+// D 128 or a multiple of 8 up to 96 (64, 96 and 128 waste nothing; docs/flash_attention.md), bf16
+// or fp16, scale > 0, rows and heads of q, k, v, o at multiples of 16 bytes.
 bool forward_supported(const Attn&);
 bool backward_supported(const AttnGrad&);
 
-// Scratch memory (256-byte aligned) that a call uses until it has run on its stream.
+// Scratch memory (256-byte aligned) that a call uses until it has run on its stream; 0 for a head
+// dim that is not supported.
 int64_t forward_workspace_bytes();
 int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
                                  int64_t keys, int64_t head_dim);

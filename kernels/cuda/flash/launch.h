@@ -93,12 +93,17 @@ inline Mask mask_of(const Tensor& first_key, int64_t q0, int64_t k0, int64_t que
             causal};
 }
 
+// Head dims run in tiles of 64, 96 or 128 columns. Those behind the head dim read as zeros and are
+// never written.
+inline bool head_dim_supported(int64_t D) { return D > 0 && D % 8 == 0 && (D <= 96 || D == 128); }
+inline int64_t tile_columns(int64_t D) { return D <= 64 ? 64 : D <= 96 ? 96 : 128; }
+
 // q, k, v and what has the shape of q: types, head dim and sizes that the kernels are built for.
 inline bool inputs_supported(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
     const int64_t limit = int64_t(1) << 29;
     return (q.dtype == DType::bf16 || q.dtype == DType::f16) && k.dtype == q.dtype &&
-           v.dtype == q.dtype && (q.dim(3) == 64 || q.dim(3) == 128) && q.dim(1) > 0 &&
-           k.dim(1) > 0 && q.dim(1) < limit && k.dim(1) < limit && q.dim(2) % k.dim(2) == 0 &&
+           v.dtype == q.dtype && head_dim_supported(q.dim(3)) && q.dim(1) > 0 && k.dim(1) > 0 &&
+           q.dim(1) < limit && k.dim(1) < limit && q.dim(2) % k.dim(2) == 0 &&
            q.dim(0) * q.dim(2) * ((q.dim(1) + 63) / 64) < (int64_t(1) << 31) &&
            rows_aligned(q, 16) && rows_aligned(k, 16) && rows_aligned(v, 16) && scale > 0;
 }
