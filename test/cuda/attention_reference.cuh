@@ -178,7 +178,7 @@ __global__ void dkv_rows(Problem<T> p, const float* lse, const float* delta, Row
 
 // Nearly normal noise of standard deviation `sigma` in a (B,T,H,D) view, a hash of the index.
 template <class T>
-__global__ void noise(T* x, int64_t batch, int64_t row, int Tn, int HD, int64_t n, uint32_t seed,
+__global__ void noise(T* x, View<T> view, int Tn, int H, int D, int64_t n, uint32_t seed,
                       float sigma) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
          i += int64_t(gridDim.x) * blockDim.x) {
@@ -187,8 +187,9 @@ __global__ void noise(T* x, int64_t batch, int64_t row, int Tn, int HD, int64_t 
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull, z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
         z ^= z >> 31;
         for (int k = 0; k < 4; ++k) sum += float((z >> (16 * k)) & 0xFFFF) / 65536.f - 0.5f;
-        const int64_t t = i / HD;
-        x[t / Tn * batch + t % Tn * row + i % HD] = T(sum * 1.7320508f * sigma);
+        const int64_t h = i / D, t = h / H;
+        x[t / Tn * view.batch + t % Tn * view.row + h % H * view.head + i % D] =
+            T(sum * 1.7320508f * sigma);
     }
 }
 
@@ -224,13 +225,18 @@ __global__ void compare_rows(View<T> got, const double* want, const double* plai
     raise(&out->worst, sum.worst), raise(&out->worst_yard, sum.worst_yard);
 }
 
-// Adds to `count` the words behind column `used` of each row that no longer hold 0xFFFF.
-static __global__ void count_overwritten(const uint16_t* x, int64_t rows, int64_t pitch,
-                                         int64_t used, unsigned long long* count) {
+// Adds to `count` the numbers behind the D columns of each of H heads that no longer hold the bits
+// of `held`.
+template <class Bits>
+__global__ void count_overwritten(const Bits* x, int64_t n, int64_t row, int64_t head, int H, int D,
+                                  Bits held, unsigned long long* count) {
     unsigned long long found = 0;
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * (pitch - used);
-         i += int64_t(gridDim.x) * blockDim.x)
-        found += x[i / (pitch - used) * pitch + used + i % (pitch - used)] != 0xFFFF;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t column = i % row;
+        const bool behind = column / head >= H || column % head >= D;
+        found += behind && x[i] != held;
+    }
     if (found) atomicAdd(count, found);
 }
 
