@@ -1,6 +1,7 @@
 // Our attention and cuDNN's in one process, alternating, on random data: TFLOP/s per shape.
-//   bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]   D:S: only shapes with that head
-//                                                                   dim and sequence length
+//   bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]
+// D:S times only the shapes of the table with that head dim and sequence length, or, when there is
+// none, one of about 16384 tokens and 2048 channels, causal.
 // Each figure is the better of N medians (2) of bursts of N ms (35), each after a pause of 80 ms:
 // the pause lets every burst start from the same clock and temperature, hot the chip is slower.
 // Backward includes the delta pass. FLOP are counted as usual: forward 4 B H S^2 D, halved when
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +43,10 @@ const Problem shapes[] = {
     {64, 4096, 4, 32, 32, true},         {64, 16384, 1, 32, 32, true},
     {64, 16384, 1, 32, 32, false},       {64, 65536, 1, 32, 32, true},
     {64, 262144, 1, 2, 2, true},         {64, 524288, 1, 2, 2, true},
+    {96, 1024, 16, 16, 16, true},        {96, 4096, 4, 16, 16, true},
+    {96, 16384, 1, 16, 16, true},        {96, 16384, 1, 16, 16, false},
+    {80, 1024, 16, 32, 32, true},        {80, 4096, 4, 32, 32, true},
+    {80, 16384, 1, 32, 32, true},        {32, 4096, 4, 64, 64, true},
     {128, 65536, 1, 16, 16, true, 2048}, {64, 65536, 1, 32, 32, true, 2048},
 };
 
@@ -48,11 +54,7 @@ struct Settings {
     double burst_ms = 35;
     int rounds = 2;
     std::string json;
-    std::vector<std::pair<int64_t, int64_t>> only;  // head dim and length; empty: all shapes
-
-    bool wants(const Problem& p) const {
-        return only.empty() || std::count(only.begin(), only.end(), std::pair{p.D, p.S}) > 0;
-    }
+    std::vector<Problem> chosen;
 };
 
 // Bits of a hash: uniform noise, which attention finds as hard as any.
@@ -161,7 +163,9 @@ public:
                          .scale = a.scale,
                          .causal = s.causal,
                          .o = a.o};
-        require(flash::backward_supported(g), Exit::usage, "this benchmark is for Hopper GPUs");
+        require(flash::forward_supported(a) && flash::backward_supported(g), Exit::usage,
+                "this benchmark is for Hopper GPUs, and head dims of 128 or a multiple of 8 up to "
+                "96");
         const int64_t bytes =
             std::max({flash::forward_workspace_bytes(),
                       flash::backward_workspace_bytes(s.B, s.H, s.Hk, s.S, s.S, s.D),
@@ -273,10 +277,12 @@ Settings parse(int argc, char** argv) {
         long D = 0, S = 0;
         char rest = 0;
         if (std::sscanf(argv[i], "%ld:%ld%c", &D, &S, &rest) == 2) {
-            s.only.emplace_back(D, S);
-            const bool known = std::any_of(std::begin(shapes), std::end(shapes),
-                                           [&](auto& p) { return p.D == D && p.S == S; });
-            require(known, Exit::usage, word, ": no such shape; without any D:S all are timed");
+            require(D > 0 && S > 0, Exit::usage, word, ": no such shape");
+            const size_t before = s.chosen.size();
+            std::copy_if(std::begin(shapes), std::end(shapes), std::back_inserter(s.chosen),
+                         [&](auto& p) { return p.D == D && p.S == S; });
+            const int64_t B = std::max(16384 / S, 1l), H = std::max(2048 / D, 1l);
+            if (s.chosen.size() == before) s.chosen.push_back({D, S, B, H, H, true});
             continue;
         }
         require(i + 1 < argc && (word == "--ms" || word == "--rounds" || word == "--json"),
@@ -287,6 +293,7 @@ Settings parse(int argc, char** argv) {
         if (word == "--rounds") s.rounds = std::max(1, std::atoi(value));
         if (word == "--json") s.json = value;
     }
+    if (s.chosen.empty()) s.chosen.assign(std::begin(shapes), std::end(shapes));
     return s;
 }
 
@@ -303,8 +310,7 @@ int main(int argc, char** argv) {
             "| D | S x B | heads | mask | forward | cuDNN | backward plain | deterministic "
             "| cuDNN |\n|---|---|---|---|---|---|---|---|---|\n");
         std::vector<Row> rows;
-        for (const Problem& s : shapes) {
-            if (!settings.wants(s)) continue;
+        for (const Problem& s : settings.chosen) {
             rows.push_back(bench.time(s));
             print(rows.back());
         }
