@@ -167,7 +167,7 @@ public:
                 "this benchmark is for Hopper GPUs, and head dims of 128 or a multiple of 8 up to "
                 "96");
         const int64_t bytes =
-            std::max({flash::forward_workspace_bytes(),
+            std::max({flash::forward_workspace_bytes(s.B, s.S),
                       flash::backward_workspace_bytes(s.B, s.H, s.Hk, s.S, s.S, s.D),
                       cuda::cudnn_workspace_bytes({s.B, s.S, s.S, s.H, s.Hk, s.D})});
         stream_.workspace = Tensor(take(bytes), DType::u8, {bytes});

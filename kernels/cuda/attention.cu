@@ -169,7 +169,7 @@ int64_t CudaKernels::attention_workspace(const WorkspaceDims& d) const {
     const int64_t keys = std::max(d.keys, queries);
     const AttentionSizes sizes{batch, queries, keys, d.heads, d.kv_heads, d.head_dim};
     return std::max(
-        {tables, flash::forward_workspace_bytes(),
+        {tables, flash::forward_workspace_bytes(batch, queries),
          flash::backward_workspace_bytes(batch, d.heads, d.kv_heads, queries, keys, d.head_dim),
          cudnn_ ? cudnn_workspace_bytes(sizes) : 0});
 }
@@ -187,7 +187,7 @@ void CudaKernels::attention_forward(Stream& stream, const Attn& a) {
     } else if (hopper_attention_ && flash::forward_supported(a)) {
         const Range range(name);
         flash::forward(static_cast<cudaStream_t>(stream.handle), a,
-                       workspace(stream, flash::forward_workspace_bytes(), name));
+                       workspace(stream, flash::forward_workspace_bytes(s.B, s.Tq), name));
     } else if (precision_.act == DType::f32) {
         attention_forward_fp32(stream, a, s);
     } else {

@@ -134,7 +134,7 @@ TEST_CASE("flash: parts of very different weight merge") {
             dk(gpu, DType::bf16, {1, Tk, 1, D}, keys), dv(gpu, DType::bf16, {1, Tk, 1, D}, values),
             out(gpu, DType::f32, {1, Tq, 1, D}, constant_values(Tq * D, 0)),
             sums(gpu, DType::f32, {1, 1, Tq}, constant_values(Tq, -infinity));
-        Buffer scratch(gpu.k->device(), Memory::device, flash::forward_workspace_bytes());
+        Buffer scratch(gpu.k->device(), Memory::device, flash::forward_workspace_bytes(1, Tq));
         for (int64_t at : {int64_t(0), cut}) {
             const int64_t count = at == 0 ? cut : Tk - cut;
             const Attn part{.q = dq.tensor(),

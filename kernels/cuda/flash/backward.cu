@@ -22,7 +22,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // D: the tile's columns.
 struct Plan {
     int64_t m_tiles, n_tiles, parts, section_heads;
-    int64_t stats, sums, maxima, ranges, flags, partial, total;
+    int64_t stats, sums, maxima, ranges, order, flags, partial, total;
 
     Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D) {
         const int64_t M = query_rows(D), group = H / Hk;
@@ -43,6 +43,7 @@ struct Plan {
         const int64_t tiles = B * H * m_tiles, key_tiles = B * Hk * n_tiles;
         stats = take(tiles * (16 * M + 16)), sums = take(tiles * M * D * 4);
         maxima = take(B * Hk * most_chunks * 8), ranges = take(B * n_tiles * 8);
+        order = take(B * n_tiles * 8);
         flags = take(key_tiles * 8);
         partial = take(parts > 1 ? key_tiles * key_rows * D * 8 : 0);
         total = at;
@@ -80,6 +81,8 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.stats = base + at.stats, p.sums = base + at.sums;
     p.maxima = reinterpret_cast<float2*>(base + at.maxima);
     p.ranges = reinterpret_cast<int2*>(base + at.ranges);
+    if (a.first_key)
+        p.order = reinterpret_cast<int32_t*>(base + at.order), p.lengths = p.order + B * at.n_tiles;
     p.chunks = int32_t(std::min(most_chunks, ceil_div(Tk, 512)));
     p.partial = reinterpret_cast<float4*>(base + at.partial);
     p.flags = reinterpret_cast<int32_t*>(base + at.flags);
@@ -98,7 +101,10 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
         measure_kernel<T, D, Tile::exact>
             <<<dim3(unsigned(p.chunks), unsigned(B * Hk)), pass_threads, 0, stream>>>(p);
     prepare_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
-    if (a.first_key) find_kernel<M><<<unsigned(B * at.n_tiles), 32, 0, stream>>>(p, int(key_rows));
+    if (a.first_key) {
+        find_kernel<M><<<unsigned(B * at.n_tiles), 32, 0, stream>>>(p, int(key_rows));
+        order_keys_kernel<<<unsigned(B), order_threads, 0, stream>>>(p);
+    }
     use_shared(backward_kernel<Tile>, Tile::shared_bytes);
     backward_kernel<Tile><<<blocks, Tile::threads, Tile::shared_bytes, stream>>>(p);
     finish_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);

@@ -5,6 +5,7 @@
 // beside the main kernel.
 #pragma once
 #include "kernels/cuda/flash/backward.cuh"
+#include "kernels/cuda/flash/order.cuh"
 
 namespace torus::flash {
 
@@ -156,7 +157,15 @@ __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int n_
     for (int m = threadIdx.x; m < p.m_tiles; m += 32)
         if (stats[m].low_min <= last_key) begin = min(begin, m), end = max(end, m + 1);
     begin = __reduce_min_sync(~0u, begin), end = __reduce_max_sync(~0u, end);
-    if (threadIdx.x == 0) p.ranges[blockIdx.x] = make_int2(begin, end);
+    if (threadIdx.x > 0) return;
+    p.ranges[blockIdx.x] = make_int2(begin, end);
+    p.lengths[blockIdx.x] = end - max(begin, first_query<M>(p.mask, n * n_rows));
+}
+
+// One block per batch: the key tiles in the order of their lengths.
+__global__ void __launch_bounds__(order_threads) order_keys_kernel(const BackwardParams p) {
+    const int64_t first = int64_t(blockIdx.x) * p.n_tiles;
+    order_by_length(p.order + first, p.lengths + first, p.n_tiles);
 }
 
 // One block per (batch, head, query tile); the threads stand for the consumers of the main kernel.

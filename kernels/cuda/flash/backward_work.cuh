@@ -44,8 +44,14 @@ struct BackwardWork {
     uint32_t phase;  // parity of the loads of K and V
 };
 
+// The first tile of M queries that see this key by the causal rule.
+template <int M>
+DEVICE int first_query(const Mask& mask, int key) {
+    return mask.causal ? max(key - mask.shift, 0) / M : 0;
+}
+
 // Unit number -> key tile, head and part. Parts in order, since each adds to what the one before it
-// left; low key tiles, which a causal mask lets more queries see, first.
+// left; of the key tiles the longest first, which are the low ones when there is no other order.
 template <class Tile>
 DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
     const int per_head = p.parts * p.n_tiles;
@@ -57,8 +63,8 @@ DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
     w.part = inside / (p.n_tiles * count);
     w.n = inside / count - w.part * p.n_tiles;
     w.kv_head = first + inside % count;
-    w.begin = 0, w.end = p.m_tiles;
-    if (p.mask.causal) w.begin = min(max(w.n * Tile::n - p.mask.shift, 0) / Tile::m, p.m_tiles);
+    if (p.order) w.n = p.order[w.kv_head / p.kv_heads * p.n_tiles + w.n];
+    w.begin = min(first_query<Tile::m>(p.mask, w.n * Tile::n), p.m_tiles), w.end = p.m_tiles;
     if (p.mask.first_key) {
         const int2 range = p.ranges[w.kv_head / p.kv_heads * p.n_tiles + w.n];
         w.begin = max(w.begin, range.x), w.end = range.y;

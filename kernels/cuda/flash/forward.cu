@@ -33,7 +33,9 @@ bool forward_supported(const Attn& a) {
                reinterpret_cast<const void*>(&forward_kernel<ForwardTile<__nv_bfloat16, 64, 2>>));
 }
 
-int64_t forward_workspace_bytes() { return 256; }
+int64_t forward_workspace_bytes(int64_t batch, int64_t queries) {
+    return counter_bytes + batch * ((queries + 127) / 128) * 8;  // order and lengths of the tiles
+}
 
 void forward(cudaStream_t stream, const Attn& a, void* workspace) {
     CHECK(forward_supported(a));

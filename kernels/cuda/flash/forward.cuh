@@ -7,6 +7,7 @@
 // D columns (the head dim, or a little more), M query rows and N keys of a tile; see
 // docs/flash_attention.md.
 #pragma once
+#include "kernels/cuda/flash/order.cuh"
 #include "kernels/cuda/flash/params.h"
 #include "kernels/cuda/flash/wgmma.cuh"
 
@@ -34,45 +35,57 @@ struct ForwardBarriers {
     uint64_t work_full[2], work_empty[2];
 };
 
-// One tile of work: M query rows of one head against the key tiles [begin, end), of which those in
-// [full_begin, full_end) are visible to every row.
+// One tile of work: M query rows of one head against the key tiles [begin, end).
 struct ForwardWork {
     int m, head;  // head counts through all batches; negative: no more work
-    int begin, end, full_begin, full_end;
+    int begin, end;
 };
 
-// Tile number -> query tile and head; heavy tiles (late queries) first within a section of heads.
-DEVICE void find_tile(const ForwardParams& p, int tile, ForwardWork& w) {
-    const int section = tile / (p.section_heads * p.m_tiles);
-    const int inside = tile - section * p.section_heads * p.m_tiles;
+// The end of the key tiles that query tile m sees by the causal rule.
+template <class Tile>
+DEVICE int key_tiles_end(const Mask& mask, int m) {
+    return (mask.high(min((m + 1) * Tile::m, mask.queries) - 1) + Tile::n - 1) / Tile::n;
+}
+
+// Unit number -> tile of work; heavy query tiles first within a section of heads, which are the
+// late ones when there are no documents.
+template <class Tile>
+DEVICE ForwardWork find_tile(const ForwardParams& p, int unit) {
+    const int section = unit / (p.section_heads * p.m_tiles);
+    const int inside = unit - section * p.section_heads * p.m_tiles;
     const int first = section * p.section_heads;
     const int count = min(p.section_heads, p.all_heads - first);
-    w.m = p.m_tiles - 1 - inside / count;
-    w.head = first + inside % count;
-}
-
-// The key tiles that some (begin, end) or all (full_*) rows of the tile see. By a whole warp.
-template <int M, int N>
-DEVICE void find_keys(const Mask& mask, int batch, ForwardWork& w) {
-    const int first = w.m * M, last = min(first + M, mask.queries) - 1;
-    int low_min = 0, low_max = 0;
-    if (mask.first_key) {
-        low_min = mask.keys;
-        for (int row = first + int(threadIdx.x % 32); row <= last; row += 32) {
-            const int low = mask.low(batch, row);
-            low_min = min(low_min, low), low_max = max(low_max, low);
-        }
-        low_min = __reduce_min_sync(~0u, low_min), low_max = __reduce_max_sync(~0u, low_max);
+    ForwardWork w{p.m_tiles - 1 - inside / count, first + inside % count, 0, 0};
+    if (p.order) {
+        const int row = w.head / p.heads * p.m_tiles;
+        w.m = p.order[row + inside / count];
+        w.begin = -p.lengths[row + w.m];
     }
-    w.begin = low_min / N, w.end = (mask.high(last) + N - 1) / N;
-    w.full_begin = (low_max + N - 1) / N, w.full_end = mask.high(first) / N;
+    w.end = key_tiles_end<Tile>(p.mask, w.m);
+    if (p.order) w.begin += w.end;
+    return w;
 }
 
+// One block per batch: how many key tiles the query tiles see, and their order by that.
+template <class Tile>
+__global__ void __launch_bounds__(order_threads)
+    order_queries_kernel(const Mask mask, int32_t* order, int32_t* lengths, int m_tiles) {
+    order += int64_t(blockIdx.x) * m_tiles, lengths += int64_t(blockIdx.x) * m_tiles;
+    for (int m = threadIdx.x / 32; m < m_tiles; m += order_threads / 32) {
+        int low = mask.keys;
+        for (int r = threadIdx.x % 32; r < Tile::m && m * Tile::m + r < mask.queries; r += 32)
+            low = min(low, mask.low(blockIdx.x, m * Tile::m + r));
+        low = __reduce_min_sync(~0u, low);
+        if (threadIdx.x % 32 == 0) lengths[m] = key_tiles_end<Tile>(mask, m) - low / Tile::n;
+    }
+    order_by_length(order, lengths, m_tiles);
+}
+
+// One thread that keeps the copies coming.
 template <class Tile>
 DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, ForwardWork* slots,
                             uint32_t shared) {
-    const bool leader = threadIdx.x == 0;
-    if (leader) tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
+    tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
     int kv_loads = 0, q_loads = 0;              // tiles so far; they go to the two stages in turn
     int count = 0, top = 0, batch = 0, kv = 0;  // key tiles of the unit at work, and the last one
     auto load = [&](const CUtensorMap* map, uint32_t at, uint64_t* full, uint64_t* empty, int i) {
@@ -87,44 +100,37 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
     // In each turn a unit of work is found while the first loads of the one before it are on their
     // way; then come the rest of that one's loads and the first of this one's. The number of the
     // next one is asked for a turn ahead.
-    int tile = blockIdx.x;
+    int unit = blockIdx.x;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         int next = p.tiles;
-        if (leader && p.counter && tile < p.tiles) next = int(gridDim.x) + atomicAdd(p.counter, 1);
-        ForwardWork w{-1, -1, 0, 0, 0, 0};
-        if (tile < p.tiles) {
-            find_tile(p, tile, w);
-            find_keys<Tile::m, Tile::n>(p.mask, w.head / p.heads, w);
-        }
-        if (leader) {
-            barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
-            slots[turn % 2] = w;
-            barrier_arrive(&bar.work_full[turn % 2]);
-            if (count > 0) {
+        if (p.counter && unit < p.tiles) next = int(gridDim.x) + atomicAdd(p.counter, 1);
+        ForwardWork w{-1, -1, 0, 0};
+        if (unit < p.tiles) w = find_tile<Tile>(p, unit);
+        barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
+        slots[turn % 2] = w;
+        barrier_arrive(&bar.work_full[turn % 2]);
+        if (count > 0) {
 #pragma unroll 1
-                for (int i = 1; i < count; ++i) load_k(i), load_v(i - 1);
-                load_v(count - 1);
-                kv_loads += count;
-            }
+            for (int i = 1; i < count; ++i) load_k(i), load_v(i - 1);
+            load_v(count - 1);
+            kv_loads += count;
         }
         if (w.head < 0) break;
-        if (leader) {
-            const int head = w.head % p.heads;
-            count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
-            if (count > 0) {
-                load_k(0);
-                const int stage = q_loads % 2;
-                barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
-                barrier_expect(&bar.q_full[stage], Tile::q_bytes);
-                for (int i = 0; i < Tile::consumers; ++i)
-                    load_tile<Tile::d, 64>(
-                        shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
-                        &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
-                ++q_loads;
-            }
+        const int head = w.head % p.heads;
+        count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
+        if (count > 0) {
+            load_k(0);
+            const int stage = q_loads % 2;
+            barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
+            barrier_expect(&bar.q_full[stage], Tile::q_bytes);
+            for (int i = 0; i < Tile::consumers; ++i)
+                load_tile<Tile::d, 64>(
+                    shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
+                    &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
+            ++q_loads;
         }
-        tile = __shfl_sync(~0u, next, 0);
+        unit = next;
     }
 }
 
@@ -265,16 +271,19 @@ struct ForwardConsumer {
     const int group;
     const ForwardWork* const slots;
     // What to wait for, in one register. Bits 0 and 1: parity of the loads of K, by stage; 2 and 3:
-    // of V; 4: stage of the queries, 5: parity of their load; 8 and up: units of work so far.
-    uint32_t phases = 0;
+    // of V; 4: stage of the queries, 5: parity of their load; 6: stage of the key tile whose scores
+    // are known; 8 and up: units of work so far.
+    uint32_t phases = 1 << 6;
     float s[N / 2], o[D / 2];
     uint32_t probability[N / 4];
     Softmax<N> soft;
-    int low[2];  // first keys of this thread's two rows
+    int low[2];                // first keys of this thread's two rows
+    int full_begin, full_end;  // key tiles that all rows of the warp see
 
     DEVICE bool elected() const { return threadIdx.x % 128 == 0; }
+    DEVICE int first_row(const ForwardWork& w) const { return w.m * Tile::m + group * 64; }
     DEVICE int row_of(const ForwardWork& w) const {  // the first; the second is 8 rows below
-        return w.m * Tile::m + group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        return first_row(w) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     }
 
     DEVICE ForwardWork take() {
@@ -299,6 +308,7 @@ struct ForwardConsumer {
     DEVICE void leave_queries() {
         phases ^= 1 << 4 | (phases << 1 & 1 << 5);  // behind stage 1 the parity changes
     }
+    DEVICE int stage() const { return phases >> 6 & 1; }
     DEVICE void sync() const {  // this warpgroup
         named_sync<128>(1 + group);
     }
@@ -325,7 +335,7 @@ struct ForwardConsumer {
         wgmma_commit();
     }
     DEVICE void hide(const ForwardWork& w, int n) {
-        if (n < w.full_end && n >= w.full_begin) return;
+        if (n < full_end && n >= full_begin) return;
         int high[2];
         UNROLL for (int r = 0; r < 2; ++r) {
             const int row = row_of(w) + 8 * r;
@@ -339,8 +349,10 @@ struct ForwardConsumer {
         if (soft.sum[0] < 0 || soft.sum[1] < 0) __trap();
     }
 
-    // The scores of key tile n, which lies in stage `next`, and the output of the one before.
-    DEVICE void step(const ForwardWork& w, int n, uint32_t q_tile, int here, int next) {
+    // The scores of key tile n, and the output of the one before.
+    DEVICE void step(const ForwardWork& w, int n, uint32_t q_tile) {
+        const int here = stage(), next = here ^ 1;
+        phases ^= 1 << 6;
         wait_for_keys(next);
         scores(q_tile, next);
         wait_for_values(here);
@@ -361,13 +373,25 @@ struct ForwardConsumer {
     // A step from one query tile to the next, so that the products do not stop between them: the
     // last output of `w`, which is stored, and the first scores of `after`. Either may be absent
     // (head < 0); its product then runs on whatever lies there, and is not used.
-    DEVICE void turn_over(const ForwardWork& w, const ForwardWork& after, int here, int next) {
+    DEVICE void turn_over(const ForwardWork& w, ForwardWork& after) {
         const bool from = w.head >= 0, to = after.head >= 0;
         const uint32_t old_stage = phases >> 4 & 1;
+        const int here = stage(), next = here ^ 1;
+        phases ^= 1 << 6;
         if (from) wait_for_values(here), leave_queries();
         output(here);
-        if (to) wait_for_queries(), wait_for_keys(next);
-        scores(queries(), next);
+        if (to) {
+            wait_for_queries();
+            wait_for_keys(next);
+            if (Tile::consumers == 3 && cut_range(after)) {
+                wait_for_values(next);
+                if (elected())
+                    barrier_arrive(&bar.k_empty[next]), barrier_arrive(&bar.v_empty[next]);
+                phases ^= 1 << 6;
+                wait_for_keys(here);
+            }
+        }
+        scores(queries(), stage());
         const RowEnds ends(soft.top, soft.sum, p.scale);
         wgmma_wait<1>();
         pin(o);
@@ -380,10 +404,12 @@ struct ForwardConsumer {
             const int row = row_of(after) + 8 * r;
             low[r] = to && row < p.mask.queries ? p.mask.low(after.head / p.heads, row) : 0;
         }
+        full_begin = (__reduce_max_sync(~0u, max(low[0], low[1])) + N - 1) / N;
+        full_end = p.mask.high(__shfl_sync(~0u, row_of(after), 0)) / N;
         UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
         wgmma_wait<0>();
         pin(s);
-        if (to && elected()) barrier_arrive(&bar.k_empty[next]);
+        if (to && elected()) barrier_arrive(&bar.k_empty[stage()]);
         hide(after, after.end - 1);
         soft.step(s, p.scale_log2);
         repack<T>(s, probability);
@@ -391,6 +417,14 @@ struct ForwardConsumer {
             bulk_wait_read();  // o has left the place of the queries
             barrier_arrive(&bar.q_empty[old_stage]);
         }
+    }
+    // Whether the last key tile of w is beyond what this warpgroup's rows see, and then leaves it
+    // out. More than one cannot be: the rows of a query tile have no more than two ends.
+    DEVICE bool cut_range(ForwardWork& w) {
+        const int first = first_row(w), high = p.mask.high(min(first + 63, p.mask.queries - 1));
+        const bool cut = w.end - 1 > max((high - 1) / N, w.begin);
+        w.end -= cut;
+        return cut;
     }
     DEVICE void store(const ForwardWork& w, uint32_t stage, const RowEnds& ends) {
         if (p.carry) return forward_merge<Tile>(p, w.head, row_of(w), o, ends);
@@ -403,19 +437,16 @@ struct ForwardConsumer {
             bulk_commit();
         }
     }
-    // All key tiles of w but the first, whose scores are known, and the last output; `here`: the
-    // stage of the first one. Returns that of the last.
-    DEVICE int walk(const ForwardWork& w, int here) {
+    // All key tiles of w but the first, whose scores are known, and the last output.
+    DEVICE void walk(const ForwardWork& w) {
         // The reduction brings the address into a uniform register, where descriptors are made.
         const uint32_t q_tile = __reduce_max_sync(~0u, queries());
 #pragma unroll 1
-        for (int n = w.end - 2; n >= w.begin; --n, here ^= 1) step(w, n, q_tile, here, here ^ 1);
-        return here;
+        for (int n = w.end - 2; n >= w.begin; --n) step(w, n, q_tile);
     }
 
     DEVICE void run() {
-        ForwardWork w{-1, -1, 0, 0, 0, 0};
-        int here = 1;  // stage of the last key tile
+        ForwardWork w{-1, -1, 0, 0};
 #pragma unroll 1
         while (true) {
             ForwardWork after = take();
@@ -423,10 +454,10 @@ struct ForwardConsumer {
                 store_nothing<Tile>(p, after.head, row_of(after));
                 after = take();
             }
-            if (w.head >= 0 || after.head >= 0) turn_over(w, after, here, here ^ 1);
+            if (w.head >= 0 || after.head >= 0) turn_over(w, after);
             if (after.head < 0) break;
             w = after;
-            here = walk(w, here ^ 1);
+            walk(w);
         }
         if (elected()) bulk_wait();  // shared memory outlives the last store
     }
@@ -456,7 +487,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         registers_shrink<Tile::producer_registers>();
-        if (threadIdx.x < 32) forward_produce<Tile>(p, bar, slots, shared);
+        if (threadIdx.x == 0) forward_produce<Tile>(p, bar, slots, shared);
     } else {
         registers_grow<Tile::consumer_registers>();
         ForwardConsumer<Tile>{p, bar, shared, group - 1, slots}.run();

@@ -9,6 +9,8 @@
 
 namespace torus::flash {
 
+constexpr int64_t counter_bytes = 256;  // at the start of the workspace
+
 template <class Tile>
 void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     const int64_t B = a.q.dim(0), Tq = a.q.dim(1), H = a.q.dim(2), Tk = a.k.dim(1);
@@ -32,6 +34,13 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     if (blocks < p.tiles) {
         p.counter = static_cast<int32_t*>(workspace);
         cuda_check(cudaMemsetAsync(workspace, 0, sizeof(int32_t), stream), "memset");
+    }
+    if (a.first_key) {
+        int32_t* const order = static_cast<int32_t*>(workspace) + counter_bytes / 4;
+        int32_t* const lengths = order + B * m_tiles;
+        order_queries_kernel<Tile>
+            <<<unsigned(B), order_threads, 0, stream>>>(p.mask, order, lengths, p.m_tiles);
+        p.order = order, p.lengths = lengths;
     }
     use_shared(forward_kernel<Tile>, Tile::shared_bytes);
     forward_kernel<Tile><<<blocks, Tile::threads, Tile::shared_bytes, stream>>>(p);

@@ -39,6 +39,9 @@ struct ForwardParams {
     Pitch o_pitch;
     Mask mask;
     int32_t* counter;  // tiles handed out beyond the first of each block; null when there are none
+    // With first_key, else null: (B, m_tiles) query tiles, the longest first, and their lengths in
+    // key tiles.
+    const int32_t *order, *lengths;
     int32_t tiles, m_tiles;
     int32_t heads, group;   // H, H / Hk
     int32_t section_heads;  // heads whose K and V share the L2 cache
@@ -81,6 +84,7 @@ struct BackwardParams {
     float2*
         maxima;    // (B*Hk, chunks): largest |k|, largest squared norm of a row of v; unless plain
     int2* ranges;  // with first_key: (B, n_tiles) query tiles that see a key tile
+    int32_t *order, *lengths;  // (B, n_tiles) key tiles, the longest first; null: the first first
     float4* partial;  // with parts: dk, dv so far (B*Hk, n_tiles, 2, D*128) in accumulator order
     int32_t* flags;   // with parts: (B*Hk, n_tiles, 2) parts that are done, per warpgroup
     int32_t chunks;
