@@ -89,9 +89,12 @@ Trainer::Trainer(const Config& c, World& world)
         parallel_request(c, world),
         {.B = c.micro_batch_size, .S = c.seq_length, .H = m.H, .Hk = m.Hk, .D = m.D}));
     world.say(setup_.summary);
-    if (!c.tune_matmul.empty())  // a file per rank: all of them time and write
+    if (!c.tune_matmul.empty()) {  // a file per rank: all of them time and write
         setup_.kernels->tune_matmul(world.first() ? c.tune_matmul
                                                   : concat(c.tune_matmul, ".", world.rank()));
+        world.say("matmul: algorithms from ", c.tune_matmul,
+                  "; a product that it lacks takes about 4 s in the first step");
+    }
     if (world.size() > 1) world.say(world.choice().reason);
     if (!world.first()) world.barrier();  // rank 0 tokenizes text, the others find it done
     loader_ = open_loader(c, c.data, setup_, c.shuffle);

@@ -2,7 +2,7 @@
 # What this machine's GPU does, in one run: each op's share of the measured ceilings, attention, and
 # whole training steps on random tokens, beside PyTorch on the same shapes when it is installed.
 #   scripts/bench.sh [--build DIR] [--steps N] [--no-torch] [--ranks N] [ops] [attention] [training]
-#                    [MODEL:BxT[:RECOMPUTE[:FLAG=VALUE]] ...]
+#                    [--choices FILE] [MODEL:BxT[:RECOMPUTE[:FLAG=VALUE]] ...]
 # Without a part named, all three. A model such as gpt2:124M:64x1024, gpt3:1.3B:1x65536:attention_out or
 # llama2:7b:2x4096:none:moments=bf16 replaces the table of training shapes. PyTorch keeps fp32 weights and
 # moments, and checkpoints whole blocks where RECOMPUTE is given.
@@ -10,21 +10,22 @@
 # sequence: ours in every mode, PyTorch with Ulysses and with its ring, which keeps attention's output
 # where attention_out is given. Ratios are to our one GPU and to PyTorch on N.
 # --steps: 25, or with --ranks 6; the first third is not counted, at most 8 steps.
+# --choices: a file that keeps the timed matmul algorithms for the next run (about 4 s for each product).
 # Rates of one run are comparable, those of two runs differ by a few per cent: quote ratios.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-build=build/cuda steps='' ranks='' torch=auto parts=() shapes=()
+build=build/cuda steps='' ranks='' choices='' torch=auto parts=() shapes=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        --build | --steps | --ranks)
+        --build | --steps | --ranks | --choices)
             [ $# -gt 1 ] || { echo "error: $1 needs a value" >&2; exit 64; }
             printf -v "${1#--}" %s "$2"
             shift ;;
         --no-torch) torch=no ;;
         ops | attention | training) parts+=("$1") ;;
         *:*:*x*) shapes+=("$1") ;;
-        -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *) echo "error: unknown argument '$1'; see --help" >&2; exit 64 ;;
     esac
     shift
@@ -69,7 +70,7 @@ read_shape() {
     model=$family:$size recompute=${recompute:-none}
     our_flags=(--model "$model" --data "$temporary/tokens.bin" --device cuda --steps "$steps"
         --micro-batch-size "${batch%x*}" --seq-length "${batch#*x}" --recompute "$recompute"
-        --tune-matmul "$temporary/choices.txt")
+        --tune-matmul "${choices:-$temporary/choices.txt}")
     [ -z "$flag" ] || our_flags+=("--${flag%%=*}" "${flag#*=}")
     torch_flags=(--model "$model" --batch "${batch%x*}" --seq "${batch#*x}" --steps "$steps"
         --skip "$skip")

@@ -30,7 +30,7 @@ declare -A may_include=(
 third_party=(
     'mpi\.h'                      'comm/mpi[a-z_]*\.cpp'
     'nccl\.h'                     'comm/nccl[a-z_]*\.cpp'
-    'cublas.*'                    'kernels/cuda/matmul\.cu'
+    'cublas.*'                    'kernels/cuda/matmul.*'
     'cudnn.*'                     'kernels/cuda/cudnn_graph\.h'
     '(openblas/)?cblas.*'         'kernels/cpu/(matmul|device)\.cpp'
     'omp\.h'                      '(kernels/cpu|test|bench)/.*|engine/setup\.cpp'

@@ -1,10 +1,6 @@
-// Matrix products on cuBLASLt. A row-major matrix is a column-major one transposed, so each product
-// is stated as D (m,n) = op(A) op(B) + beta * C in column-major terms. Descriptors and the
-// algorithm are made once per shape and kept. Split-K through in-place atomics is excluded, so
-// results are reproducible; fp32 products use fp32 arithmetic, never TF32. Weight gradients add
-// into fp32 by beta = 1, which keeps gradient accumulation exact over micro-batches.
-#include <cublasLt.h>
-
+// Matrix products on cuBLASLt. Descriptors and the algorithm are made once per shape and kept. fp32
+// products use fp32 arithmetic, never TF32. Weight gradients add into fp32 by beta = 1, which keeps
+// gradient accumulation exact over micro-batches.
 #include <array>
 #include <fstream>
 #include <map>
@@ -12,44 +8,12 @@
 
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/matmul_search.h"
 
 namespace torus::cuda {
 
-constexpr int64_t kMatmulWorkspace = 32 << 20;
-constexpr int kCandidates = 16;
-constexpr int kRounds = 6;  // of timing, the first unmeasured
-using Candidates = std::array<cublasLtMatmulHeuristicResult_t, kCandidates>;
-
-static void check(cublasStatus_t status, const char* what) {
-    const bool memory = status == CUBLAS_STATUS_ALLOC_FAILED;
-    if (status != CUBLAS_STATUS_SUCCESS)
-        fail(memory ? Exit::out_of_memory : Exit::internal, "cuBLASLt: ", what, ": ",
-             cublasLtGetStatusString(status));
-}
-
-// --- the product ---------------------------------------------------------------------------------
-enum class Epilogue : uint8_t { none, gelu, gelu_backward };
-
-struct Product {  // column-major; C has D's type and is D or another matrix
-    DType in, out;
-    bool trans_a = false, trans_b = false;
-    int64_t m, n, k;
-    const void *a, *b, *c;
-    void* d;
-    int64_t lda, ldb, ldc, ldd;
-    const void* bias = nullptr;  // (m), of D's type
-    float beta = 0;
-    Epilogue epilogue = Epilogue::none;
-    void* aux = nullptr;  // (m,n), contiguous: gelu writes its input there, gelu_backward reads it
-};
-
 // All that the choice of an algorithm depends on.
 using Key = std::array<int64_t, 14>;
-
-static int64_t alignment(const void* p) {
-    const uintptr_t a = reinterpret_cast<uintptr_t>(p);
-    return int64_t(std::min<uintptr_t>(a & (~a + 1), 256));
-}
 
 static Key key_of(const Product& p) {
     const int64_t flags = int64_t(p.in) | int64_t(p.out) << 4 | int64_t(p.trans_a) << 8 |
@@ -71,70 +35,6 @@ static Key key_of(const Product& p) {
             p.aux ? alignment(p.aux) : 0};
 }
 
-static cublasLtEpilogue_t epilogue_of(const Product& p) {
-    switch (p.epilogue) {
-        case Epilogue::gelu:
-            return p.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-        case Epilogue::gelu_backward: return CUBLASLT_EPILOGUE_DGELU;
-        case Epilogue::none: break;
-    }
-    return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-}
-
-static cudaDataType_t cuda_type(DType t) {
-    switch (t) {
-        case DType::f32: return CUDA_R_32F;
-        case DType::bf16: return CUDA_R_16BF;
-        case DType::f16: return CUDA_R_16F;
-        default: fail(Exit::internal, "matmul: no product of ", name_of(t));
-    }
-}
-
-// Descriptors and algorithm of one key.
-struct Plan {
-    cublasLtMatmulDesc_t desc = nullptr;
-    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
-    cublasLtMatmulAlgo_t algo{};
-
-    explicit Plan(const Product& p) {
-        const auto layout = [](DType type, int64_t rows, int64_t cols, int64_t ld) {
-            cublasLtMatrixLayout_t l = nullptr;
-            check(
-                cublasLtMatrixLayoutCreate(&l, cuda_type(type), uint64_t(rows), uint64_t(cols), ld),
-                "cublasLtMatrixLayoutCreate");
-            return l;
-        };
-        check(cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-              "cublasLtMatmulDescCreate");
-        set(CUBLASLT_MATMUL_DESC_TRANSA, p.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-        set(CUBLASLT_MATMUL_DESC_TRANSB, p.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
-        if (p.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.m);
-        point(p);
-        a = layout(p.in, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda);
-        b = layout(p.in, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
-        c = layout(p.out, p.m, p.n, p.ldc);
-        d = layout(p.out, p.m, p.n, p.ldd);
-    }
-    ~Plan() {
-        for (cublasLtMatrixLayout_t l : {a, b, c, d})
-            if (l) cublasLtMatrixLayoutDestroy(l);
-        if (desc) cublasLtMatmulDescDestroy(desc);
-    }
-    Plan(const Plan&) = delete;
-
-    // The addresses that a plan does not depend on.
-    void point(const Product& p) {
-        if (p.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-        if (p.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
-    }
-    template <class V>
-    void set(cublasLtMatmulDescAttributes_t attribute, const V& value) {
-        check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)),
-              "cublasLtMatmulDescSetAttribute");
-    }
-};
-
 class Matmul {
 public:
     Matmul() = default;
@@ -150,15 +50,15 @@ public:
 
 private:
     std::unique_ptr<Plan> make_plan(const char* op, Stream& stream, const Product& p);
-    void launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
-                const cublasLtMatmulAlgo_t& algo);
-    size_t fastest(const char* op, Stream& stream, const Product& p, const Plan& plan,
-                   const Candidates& candidates, int count);
+    cublasStatus_t launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                          const Algorithm& algo);
+    Algorithm tuned(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                    const std::vector<Algorithm>& proposed);
 
     cublasLtHandle_t handle_ = nullptr;  // made at the first product: planning has no GPU
     std::map<Key, std::unique_ptr<Plan>> plans_;
     std::string tuning_file_;
-    std::map<Key, cublasLtMatmulAlgo_t> tuned_;
+    std::map<Key, Algorithm> tuned_;
 };
 
 bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
@@ -172,7 +72,7 @@ bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
     Plan* const plan = found->second.get();
     if (!plan) return false;
     plan->point(p);
-    launch(op, stream, p, *plan, plan->algo);
+    check(launch(op, stream, p, *plan, plan->algo), op);
     return true;
 }
 
@@ -182,101 +82,47 @@ void Matmul::run(const char* op, Stream& stream, const Product& p) {
              p.k, ", pitches ", p.lda, ", ", p.ldb, ", ", p.ldd, ") in ", name_of(p.in));
 }
 
-void Matmul::launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
-                    const cublasLtMatmulAlgo_t& algo) {
+cublasStatus_t Matmul::launch(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                              const Algorithm& algo) {
     const float alpha = 1;
-    check(cublasLtMatmul(handle_, plan.desc, &alpha, p.a, plan.a, p.b, plan.b, &p.beta, p.c, plan.c,
-                         p.d, plan.d, &algo, workspace(stream, kMatmulWorkspace, op),
-                         kMatmulWorkspace, static_cast<cudaStream_t>(stream.handle)),
-          op);
+    return cublasLtMatmul(handle_, plan.desc, &alpha, p.a, plan.a, p.b, plan.b, &p.beta, p.c,
+                          plan.c, p.d, plan.d, &algo, workspace(stream, kMatmulWorkspace, op),
+                          kMatmulWorkspace, static_cast<cudaStream_t>(stream.handle));
 }
 
 // Null when the library has no algorithm.
 std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Product& p) {
     auto plan = std::make_unique<Plan>(p);
-    if (const auto tuned = tuned_.find(key_of(p)); tuned != tuned_.end()) {
-        cublasLtMatmulHeuristicResult_t result{};
-        if (cublasLtMatmulAlgoCheck(handle_, plan->desc, plan->a, plan->b, plan->c, plan->d,
-                                    &tuned->second, &result) == CUBLAS_STATUS_SUCCESS &&
-            result.workspaceSize <= kMatmulWorkspace) {
-            plan->algo = tuned->second;
-            return plan;
-        }
+    const auto kept = tuned_.find(key_of(p));
+    if (kept != tuned_.end() && usable(handle_, *plan, kept->second)) {
+        plan->algo = kept->second;
+        return plan;
     }
-    cublasLtMatmulPreference_t preference = nullptr;
-    check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
-    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-        check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)),
-              "cublasLtMatmulPreferenceSetAttribute");
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(kMatmulWorkspace));
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-           uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment(p.a)));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(alignment(p.b)));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(alignment(p.c)));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t(alignment(p.d)));
-    Candidates candidates{};
-    int found = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(handle_, plan->desc, plan->a, plan->b, plan->c, plan->d,
-                                       preference, kCandidates, candidates.data(), &found);
-    cublasLtMatmulPreferenceDestroy(preference);
-    if (status != CUBLAS_STATUS_SUCCESS || found == 0) return nullptr;
-    plan->algo =
-        candidates[tuning_file_.empty() ? 0 : fastest(op, stream, p, *plan, candidates, found)]
-            .algo;
+    const std::vector<Algorithm> proposed = proposals(handle_, *plan, p);
+    if (proposed.empty()) return nullptr;
+    plan->algo = tuning_file_.empty() ? proposed[0] : tuned(op, stream, p, *plan, proposed);
     return plan;
 }
 
 // --- tuning --------------------------------------------------------------------------------------
-// Times each candidate on the operands at hand. D, which a product may add to, is kept aside and
-// put back; where there is no room for that the library's first choice stays.
-size_t Matmul::fastest(const char* op, Stream& stream, const Product& p, const Plan& plan,
-                       const Candidates& candidates, int count) {
-    const cudaStream_t s = static_cast<cudaStream_t>(stream.handle);
-    const size_t row = size_t(p.m * size_of(p.out)), pitch = size_t(p.ldd * size_of(p.out));
-    void* kept = nullptr;
-    if (cudaMalloc(&kept, row * size_t(p.n)) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    check(cudaMemcpy2DAsync(kept, row, p.d, pitch, row, size_t(p.n), cudaMemcpyDeviceToDevice, s),
-          op);
-    cudaEvent_t from = nullptr, to = nullptr;
-    check(cudaEventCreate(&from), "cudaEventCreate");
-    check(cudaEventCreate(&to), "cudaEventCreate");
-    std::array<float, kCandidates> total{};  // ms, without the first round
-    for (int round = 0; round < kRounds; ++round) {
-        for (int i = 0; i < count; ++i) {
-            float ms = 0;
-            check(cudaEventRecord(from, s), "cudaEventRecord");
-            launch(op, stream, p, plan, candidates[size_t(i)].algo);
-            check(cudaEventRecord(to, s), "cudaEventRecord");
-            check(cudaEventSynchronize(to), op);
-            check(cudaEventElapsedTime(&ms, from, to), "cudaEventElapsedTime");
-            if (round > 0) total[size_t(i)] += ms;
-        }
-    }
-    size_t best = size_t(std::min_element(total.begin(), total.begin() + count) - total.begin());
-    if (total[best] > 0.98f * total[0]) best = 0;
-    check(cudaMemcpy2DAsync(const_cast<void*>(p.d), pitch, kept, row, row, size_t(p.n),
-                            cudaMemcpyDeviceToDevice, s),
-          op);
-    check(cudaStreamSynchronize(s), op);
-    cudaEventDestroy(from);
-    cudaEventDestroy(to);
-    cudaFree(kept);
+Algorithm Matmul::tuned(const char* op, Stream& stream, const Product& p, const Plan& plan,
+                        const std::vector<Algorithm>& proposed) {
+    float first_ms = 0;
+    const Timed best = find_fastest(
+        handle_, static_cast<cudaStream_t>(stream.handle), p, plan, proposed,
+        [&](const Algorithm& a) { return launch(op, stream, p, plan, a) == CUBLAS_STATUS_SUCCESS; },
+        first_ms);
     std::ofstream out(tuning_file_, std::ios::app);
     for (int64_t part : key_of(p)) out << part << ' ';
-    for (uint64_t word : candidates[best].algo.data) out << word << ' ';
-    out << best << ' ' << total[best] / (kRounds - 1) << '\n';
+    for (uint64_t word : best.algo.data) out << word << ' ';
+    out << best.ms << ' ' << first_ms << '\n';
     require(bool(out), Exit::io, "--tune-matmul: ", tuning_file_, " cannot be written");
-    return best;
+    return best.algo;
 }
 
-// The file: a line that names library and GPU, then one line per product: key, algorithm, its place
-// in the library's list, milliseconds. A file of another library or GPU is started afresh.
+// The file: a line that names library and GPU, then one line per product: key, algorithm, its
+// milliseconds and those of the library's first choice (0: there was no memory to time them). A
+// file of another library or GPU is started afresh.
 void Matmul::tune(const std::string& file, const std::string& device) {
     const std::string head = concat("cublasLt ", cublasLtGetVersion(), " ", device);
     tuning_file_ = file;
@@ -288,7 +134,7 @@ void Matmul::tune(const std::string& file, const std::string& device) {
         while (std::getline(in, line)) {
             std::istringstream fields(line);
             Key key{};
-            cublasLtMatmulAlgo_t algo{};
+            Algorithm algo{};
             for (int64_t& part : key) fields >> part;
             for (uint64_t& word : algo.data) fields >> word;
             require(bool(fields), Exit::bad_data, "--tune-matmul: ", file,
