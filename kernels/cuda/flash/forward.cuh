@@ -71,6 +71,7 @@ template <class Tile>
 __global__ void __launch_bounds__(order_threads)
     order_queries_kernel(const Mask mask, int32_t* order, int32_t* lengths, int m_tiles) {
     order += int64_t(blockIdx.x) * m_tiles, lengths += int64_t(blockIdx.x) * m_tiles;
+#pragma unroll 4
     for (int m = threadIdx.x / 32; m < m_tiles; m += order_threads / 32) {
         int low = mask.keys;
         for (int r = threadIdx.x % 32; r < Tile::m && m * Tile::m + r < mask.queries; r += 32)
@@ -376,6 +377,11 @@ struct ForwardConsumer {
     DEVICE void turn_over(const ForwardWork& w, ForwardWork& after) {
         const bool from = w.head >= 0, to = after.head >= 0;
         const uint32_t old_stage = phases >> 4 & 1;
+        UNROLL for (int r = 0; r < 2; ++r) {  // asked for early: it comes from memory
+            const int row = row_of(after) + 8 * r;
+            low[r] =
+                to && row < p.mask.queries ? p.mask.first(after.head / p.heads, row) : INT32_MIN;
+        }
         const int here = stage(), next = here ^ 1;
         phases ^= 1 << 6;
         if (from) wait_for_values(here), leave_queries();
@@ -400,10 +406,7 @@ struct ForwardConsumer {
             store(w, old_stage, ends);
         }
         soft = {};
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const int row = row_of(after) + 8 * r;
-            low[r] = to && row < p.mask.queries ? p.mask.low(after.head / p.heads, row) : 0;
-        }
+        low[0] = p.mask.local(low[0]), low[1] = p.mask.local(low[1]);
         full_begin = (__reduce_max_sync(~0u, max(low[0], low[1])) + N - 1) / N;
         full_end = p.mask.high(__shfl_sync(~0u, row_of(after), 0)) / N;
         UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;

@@ -25,11 +25,14 @@ struct Mask {
         const int end = row + shift + 1;
         return !causal || end > keys ? keys : end < 0 ? 0 : end;
     }
-    __device__ int low(int batch, int row) const {
-        if (!first_key) return 0;
-        const int64_t key = int64_t(first_key[batch * first_key_pitch + row]) - k0;
+    __device__ int32_t first(int batch, int row) const {  // global position
+        return first_key ? __ldg(first_key + batch * first_key_pitch + row) : INT32_MIN;
+    }
+    __device__ int local(int32_t first) const {
+        const int64_t key = int64_t(first) - k0;
         return key < 0 ? 0 : key > keys ? keys : int(key);
     }
+    __device__ int low(int batch, int row) const { return local(first(batch, row)); }
 };
 
 struct ForwardParams {
