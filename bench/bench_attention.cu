@@ -1,7 +1,8 @@
 // Our attention and cuDNN's in one process, alternating, on random data: TFLOP/s per shape.
-//   bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]
+//   bench_attention [--ms N] [--rounds N] [--json FILE] [--blocks single|pairs] [D:S ...]
 // D:S times only the shapes of the table with that head dim and sequence length, or, when there is
-// none, one of about 16384 tokens and 2048 channels, causal.
+// none, one of about 16384 tokens and 2048 channels, causal. --blocks forces our backward to go by
+// single blocks, or by pairs where there are such kernels; else it goes as in training.
 // Each figure is the better of N medians (2) of bursts of N ms (35), each after a pause of 80 ms:
 // the pause lets every burst start from the same clock and temperature, hot the chip is slower.
 // Backward includes the delta pass. FLOP are counted as usual: forward 4 B H S^2 D, halved when
@@ -53,6 +54,7 @@ const Problem shapes[] = {
 struct Settings {
     double burst_ms = 35;
     int rounds = 2;
+    flash::Blocks blocks = flash::Blocks::best;
     std::string json;
     std::vector<Problem> chosen;
 };
@@ -190,9 +192,14 @@ private:
         std::vector<Rival> rivals = {
             {&row.ours, flop, [&] { flash::forward(handle, a, workspace); }},
             {&row.plain, 2.5 * flop,
-             [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/false); }},
-            {&row.deterministic, 2.5 * flop,
-             [&] { delta(), flash::backward(handle, g, workspace, /*deterministic=*/true); }}};
+             [&] {
+                 delta();
+                 flash::backward(handle, g, workspace, /*deterministic=*/false, settings_.blocks);
+             }},
+            {&row.deterministic, 2.5 * flop, [&] {
+                 delta();
+                 flash::backward(handle, g, workspace, /*deterministic=*/true, settings_.blocks);
+             }}};
         if (cudnn_ && s.documents == 0) {
             rivals.push_back({&row.cudnn, flop, [&] { cudnn_->forward(stream_, a, workspace); }});
             rivals.push_back({&row.cudnn_backward, 2.5 * flop,
@@ -285,13 +292,17 @@ Settings parse(int argc, char** argv) {
             if (s.chosen.size() == before) s.chosen.push_back({D, S, B, H, H, true});
             continue;
         }
-        require(i + 1 < argc && (word == "--ms" || word == "--rounds" || word == "--json"),
-                Exit::usage,
-                "usage: bench_attention [--ms N] [--rounds N] [--json FILE] [D:S ...]");
-        const char* const value = argv[++i];
-        if (word == "--ms") s.burst_ms = std::atof(value);
-        if (word == "--rounds") s.rounds = std::max(1, std::atoi(value));
+        const std::string value = i + 1 < argc ? argv[++i] : "";
+        const bool blocks = word == "--blocks" && (value == "single" || value == "pairs");
+        require(
+            blocks || ((word == "--ms" || word == "--rounds" || word == "--json") && value != ""),
+            Exit::usage,
+            "usage: bench_attention [--ms N] [--rounds N] [--json FILE] "
+            "[--blocks single|pairs] [D:S ...]");
+        if (word == "--ms") s.burst_ms = std::atof(value.c_str());
+        if (word == "--rounds") s.rounds = std::max(1, std::atoi(value.c_str()));
         if (word == "--json") s.json = value;
+        if (blocks) s.blocks = value == "pairs" ? flash::Blocks::pairs : flash::Blocks::single;
     }
     if (s.chosen.empty()) s.chosen.assign(std::begin(shapes), std::end(shapes));
     return s;

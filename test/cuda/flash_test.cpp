@@ -1,6 +1,7 @@
-// The Hopper attention kernels by themselves: the deterministic backward gives the same bits in
-// every run however the blocks fall, softmax parts of very different weight merge without overflow,
-// and inputs that the kernels are not made for are refused. Skipped where there is no such GPU.
+// The Hopper attention kernels by themselves: the deterministic backward, by pairs of blocks too,
+// gives the same bits in every run however the blocks fall, softmax parts of very different weight
+// merge without overflow, and inputs that the kernels are not made for are refused. Skipped where
+// there is no such GPU.
 #include <cmath>
 #include <limits>
 
@@ -62,7 +63,14 @@ struct Tensors {
     }
 };
 
-void same_every_time(Gpu& gpu, int runs, int64_t Tq, int64_t Tk, int64_t H, int64_t Hk, int64_t D) {
+struct Heads {
+    int64_t H, Hk, D;
+};
+
+void same_every_time(Gpu& gpu, int runs, int64_t Tq, int64_t Tk, const Heads& heads,
+                     flash::Blocks blocks = flash::Blocks::single) {
+    const auto [H, Hk, D] = heads;
+    CAPTURE(int(blocks));
     CAPTURE(Tk);
     CAPTURE(D);
     CAPTURE(Hk);
@@ -74,7 +82,8 @@ void same_every_time(Gpu& gpu, int runs, int64_t Tq, int64_t Tk, int64_t H, int6
     Buffer scratch(gpu.k->device(), Memory::device,
                    flash::backward_workspace_bytes(1, H, Hk, Tq, Tk, D));
     const auto run = [&] {
-        flash::backward(static_cast<cudaStream_t>(gpu.stream.handle), g, scratch.data());
+        flash::backward(static_cast<cudaStream_t>(gpu.stream.handle), g, scratch.data(),
+                        /*deterministic=*/true, blocks);
         return std::vector<std::vector<double>>{t.dq.all(), t.dk.all(), t.dv.all()};
     };
     const auto first = run();
@@ -96,10 +105,13 @@ TEST_CASE("flash: the same gradients in every run") {
     Gpu gpu(DType::bf16);
     if (!hopper(gpu)) return;
     for (int64_t D : {40, 64, 80, 128}) {
-        same_every_time(gpu, 250, 515, 515, 4, 2, D);
-        same_every_time(gpu, 20, 2600, 2600, 8, 1, D);  // the heads of a group in several units
-        same_every_time(gpu, 10, 200, 33000, 1, 1, D);  // sums in fixed point
+        same_every_time(gpu, 250, 515, 515, {4, 2, D});
+        same_every_time(gpu, 20, 2600, 2600, {8, 1, D});  // the heads of a group in several units
+        same_every_time(gpu, 10, 200, 33000, {1, 1, D});  // sums in fixed point
     }
+    same_every_time(gpu, 250, 515, 515, {4, 2, 128}, flash::Blocks::pairs);
+    same_every_time(gpu, 20, 2600, 2600, {8, 1, 128}, flash::Blocks::pairs);
+    same_every_time(gpu, 20, 200, 33000, {1, 1, 128}, flash::Blocks::pairs);
 }
 
 TEST_CASE("flash: parts of very different weight merge") {

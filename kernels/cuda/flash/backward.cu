@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cuda/flash/backward_pairs.cuh"
 #include "kernels/cuda/flash/backward_passes.cuh"
 #include "kernels/cuda/flash/flash.h"
 #include "kernels/cuda/flash/launch.h"
@@ -24,9 +25,9 @@ struct Plan {
     int64_t m_tiles, n_tiles, parts, section_heads;
     int64_t stats, sums, maxima, ranges, order, flags, partial, total;
 
-    Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D) {
+    Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D, int64_t cluster) {
         const int64_t M = query_rows(D), group = H / Hk;
-        m_tiles = ceil_div(Tq, M), n_tiles = ceil_div(Tk, key_rows);
+        m_tiles = ceil_div(Tq, M), n_tiles = ceil_div(Tk, key_rows * cluster) * cluster;
         // The blocks at work walk over the queries in step when their walks are short; all heads of
         // a group in one unit would spread them over more of q, dout and dq than the cache holds.
         const int64_t bytes = Tq * D * 8;  // q, dout and the sums of one query head
@@ -62,16 +63,64 @@ struct Round {
     }
 };
 
+// The main kernel, of blocks or of clusters of blocks.
+template <class Tile>
+class MainKernel {
+public:
+    explicit MainKernel(cudaStream_t stream) {
+        use_shared(kernel(), Tile::shared_bytes);
+        cluster_.id = cudaLaunchAttributeClusterDimension;
+        cluster_.val.clusterDim.x = Tile::cluster;
+        cluster_.val.clusterDim.y = cluster_.val.clusterDim.z = 1;
+        config_.blockDim = dim3(Tile::threads), config_.dynamicSmemBytes = Tile::shared_bytes;
+        config_.stream = stream;
+        if (Tile::cluster > 1) config_.attrs = &cluster_, config_.numAttrs = 1;
+    }
+    // How many units the GPU works on at a time. No cluster may be kept from starting, since others
+    // wait for flags that its first unit sets.
+    int at_once() {
+        if (Tile::cluster == 1) return multiprocessors();
+        static const int count = clusters_at_once();  // GPUs of one kind
+        return count;
+    }
+    void launch(const BackwardParams& p, int clusters) {
+        config_.gridDim = dim3(unsigned(clusters * Tile::cluster));
+        cuda_check(cudaLaunchKernelEx(&config_, kernel(), p), "backward launch");
+    }
+
+private:
+    int clusters_at_once() {
+        cudaFuncAttributes a{};
+        cuda_check(cudaFuncGetAttributes(&a, kernel()), "attributes of the backward");
+        CHECK(a.sharedSizeBytes % 1024 == 0, ": tiles would not start at multiples of 1024 bytes");
+        int count = 0;
+        config_.gridDim = dim3(unsigned(Tile::cluster * multiprocessors()));
+        cuda_check(cudaOccupancyMaxActiveClusters(&count, kernel(), &config_), "clusters at once");
+        CHECK(count > 0, ": no room for a cluster");
+        return count;
+    }
+    static auto kernel() {
+        if constexpr (Tile::cluster == 1)
+            return &backward_kernel<Tile>;
+        else
+            return &pair_kernel<Tile>;
+    }
+    cudaLaunchAttribute cluster_{};
+    cudaLaunchConfig_t config_{};
+};
+
 template <class Tile>
 void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     using T = typename Tile::Element;
-    constexpr int M = Tile::m, D = Tile::d, panel = Tile::panel;
+    using Single = typename Tile::Single;  // the passes are the same for pairs
+    constexpr int M = Tile::m, D = Tile::d, panel = Tile::panel, cluster = Tile::cluster;
+    constexpr bool one_panel = cluster > 1;  // at a time, the halves go different ways
     const int64_t B = a.q.dim(0), Tq = a.q.dim(1), H = a.q.dim(2), Tk = a.k.dim(1), Hk = a.k.dim(2);
-    const Plan at(B, H, Hk, Tq, Tk, D);
+    const Plan at(B, H, Hk, Tq, Tk, D, cluster);
     char* const base = static_cast<char*>(workspace);
     BackwardParams p{};
-    p.q = tile_map(a.q, M, panel), p.dout = tile_map(a.dout, M, panel);
-    p.k = tile_map(a.k, Tile::n, Tile::k_panel), p.v = tile_map(a.v, Tile::n, panel);
+    p.q = tile_map(a.q, M, panel, one_panel), p.dout = tile_map(a.dout, M, panel, one_panel);
+    p.k = tile_map(a.k, Tile::n, Tile::k_panel, one_panel), p.v = tile_map(a.v, Tile::n, panel);
     p.dq = a.dq.data, p.dk = a.dk.data, p.dv = a.dv.data;
     p.dq_pitch = pitch_of(a.dq), p.dk_pitch = pitch_of(a.dk), p.dv_pitch = pitch_of(a.dv);
     p.lse = a.lse.as<float>(), p.delta = a.delta.as<float>();
@@ -87,27 +136,28 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.partial = reinterpret_cast<float4*>(base + at.partial);
     p.flags = reinterpret_cast<int32_t*>(base + at.flags);
     p.m_tiles = int32_t(at.m_tiles), p.n_tiles = int32_t(at.n_tiles);
-    p.units = int32_t(B * Hk * at.n_tiles * at.parts);
+    p.units = int32_t(B * Hk * at.n_tiles / cluster * at.parts);
     p.parts = int32_t(at.parts), p.part_heads = int32_t(H / Hk / at.parts);
     p.heads = int32_t(H), p.kv_heads = int32_t(Hk), p.group = int32_t(H / Hk);
     p.batches = int32_t(B), p.section_heads = int32_t(at.section_heads);
     p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
     p.accumulate = a.accumulate, p.head_dim = int32_t(a.q.dim(3));
-    const int blocks = std::min(p.units, int32_t(multiprocessors()));
-    if (blocks < p.units) p.counter = static_cast<int32_t*>(workspace);
+    MainKernel<Tile> kernel(stream);
+    const int clusters = std::min(p.units, kernel.at_once());
+    if (clusters < p.units) p.counter = static_cast<int32_t*>(workspace);
 
     const unsigned tiles = unsigned(B * H * at.m_tiles);
     if (Tile::sum != Sum::plain)
         measure_kernel<T, D, Tile::exact>
             <<<dim3(unsigned(p.chunks), unsigned(B * Hk)), pass_threads, 0, stream>>>(p);
-    prepare_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
+    prepare_kernel<Single><<<tiles, pass_threads, 0, stream>>>(p);
     if (a.first_key) {
-        find_kernel<M><<<unsigned(B * at.n_tiles), 32, 0, stream>>>(p, int(key_rows));
-        order_keys_kernel<<<unsigned(B), order_threads, 0, stream>>>(p);
+        const int count = p.n_tiles / cluster;
+        find_kernel<M><<<unsigned(B * count), 32, 0, stream>>>(p, count, Tile::n * cluster);
+        order_keys_kernel<<<unsigned(B), order_threads, 0, stream>>>(p, count);
     }
-    use_shared(backward_kernel<Tile>, Tile::shared_bytes);
-    backward_kernel<Tile><<<blocks, Tile::threads, Tile::shared_bytes, stream>>>(p);
-    finish_kernel<Tile><<<tiles, pass_threads, 0, stream>>>(p);
+    kernel.launch(p, clusters);
+    finish_kernel<Single><<<tiles, pass_threads, 0, stream>>>(p);
     cuda_check(cudaGetLastError(), "backward launch");
 }
 
@@ -135,6 +185,23 @@ void launch_any(cudaStream_t stream, const AttnGrad& a, void* workspace, bool de
     run(stream, a, workspace, deterministic);
 }
 
+// Whether there is a kernel by pairs of blocks for it, with keys for both.
+bool has_pairs(const AttnGrad& a) {
+    return a.q.dtype == DType::bf16 && a.q.dim(3) == 128 && a.k.dim(1) > key_rows;
+}
+// From how many keys on pairs are used: with fewer, the query tiles that they walk over in vain
+// under a causal mask weigh more than what they save.
+constexpr int64_t pairs_from = 4096;
+bool worth_pairs(const AttnGrad& a) { return has_pairs(a) && a.k.dim(1) >= pairs_from; }
+
+void launch_pairs(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
+    using T = __nv_bfloat16;  // fp16 would spill registers
+    if (!deterministic) return launch<PairTile<T, Sum::plain>>(stream, a, workspace);
+    if (a.k.dim(1) <= longest_rounded)
+        return launch<PairTile<T, Sum::rounded>>(stream, a, workspace);
+    launch<PairTile<T, Sum::fixed>>(stream, a, workspace);
+}
+
 }  // namespace
 
 bool backward_supported(const AttnGrad& a) {
@@ -154,11 +221,19 @@ int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads,
     if (!head_dim_supported(head_dim)) return 0;
     const int64_t group = heads / kv_heads, D = tile_columns(head_dim);
     const Round round(batch, kv_heads, group, queries, D);
-    return Plan(round.batches, round.kv_heads * group, round.kv_heads, queries, keys, D).total;
+    const auto bytes = [&](int64_t cluster) {
+        return Plan(round.batches, round.kv_heads * group, round.kv_heads, queries, keys, D,
+                    cluster)
+            .total;
+    };
+    return D == 128 ? std::max(bytes(1), bytes(2)) : bytes(1);
 }
 
-void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic) {
+void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool deterministic,
+              Blocks blocks) {
     CHECK(backward_supported(a));
+    const bool pairs =
+        blocks == Blocks::best ? worth_pairs(a) : blocks == Blocks::pairs && has_pairs(a);
     const int64_t B = a.q.dim(0), H = a.q.dim(2), Hk = a.k.dim(2), group = H / Hk;
     const Round round(B, Hk, group, a.q.dim(1), tile_columns(a.q.dim(3)));
     for (int64_t b = 0; b < B; b += round.batches)
@@ -173,9 +248,12 @@ void backward(cudaStream_t stream, const AttnGrad& a, void* workspace, bool dete
             for (Tensor* t : {&part.lse, &part.delta})
                 *t = t->slice(0, b, batches).slice(1, h * group, kv_heads * group);
             if (part.first_key) part.first_key = part.first_key.slice(0, b, batches);
-            a.q.dtype == DType::bf16
-                ? launch_any<__nv_bfloat16>(stream, part, workspace, deterministic)
-                : launch_any<__half>(stream, part, workspace, deterministic);
+            if (pairs)
+                launch_pairs(stream, part, workspace, deterministic);
+            else
+                a.q.dtype == DType::bf16
+                    ? launch_any<__nv_bfloat16>(stream, part, workspace, deterministic)
+                    : launch_any<__half>(stream, part, workspace, deterministic);
         }
 }
 

@@ -70,7 +70,7 @@ struct BackwardConsumer {
     using T = typename Tile::Element;
     static constexpr int D = Tile::d, M = Tile::m, dq_columns = Tile::dq_columns;
     const BackwardParams& p;
-    BackwardBarriers& bar;
+    typename Tile::Barriers& bar;
     const uint32_t shared;
     float dk[D / 2], dv[D / 2];
 
@@ -160,18 +160,19 @@ struct BackwardConsumer {
         int m, tile;
     };
 
+    DEVICE Query begin_of(const BackwardWork& w) {
+        const int head = w.kv_head / p.kv_heads * p.heads + w.kv_head % p.kv_heads * p.group +
+                         w.part * p.part_heads;
+        return {w.begin, head * p.m_tiles + w.begin};
+    }
+
     // All query tiles of one unit. The scores of a step are begun at the end of the step before it,
     // and its dQ runs in the step after it, under the arithmetic on dS.
     DEVICE void walk(const BackwardWork& w, int& step) {
         float s[M / 2];
         const int width = w.end - w.begin;
         int left = p.part_heads * width;
-        Query now;
-        now.m = w.begin;
-        now.tile = (w.kv_head / p.kv_heads * p.heads + w.kv_head % p.kv_heads * p.group +
-                    w.part * p.part_heads) *
-                       p.m_tiles +
-                   w.begin;
+        Query now = begin_of(w);
         int before = 0;  // the tile whose dq is to come
         auto advance = [&] {
             before = now.tile;
@@ -198,19 +199,24 @@ struct BackwardConsumer {
             const float2 factor = load_factors(before, at);
             wgmma_wait<0>();
             pin(dq);
-            add_dq(dq, at, before, factor);
+            add_dq(dq, at, at.group, before, factor);
         }
         if (at.elected) barrier_arrive(&bar.k_empty), barrier_arrive(&bar.v_empty);
     }
 
+    // Addresses as matrix descriptors take them: in a cluster bits 24 and up say which block.
+    static DEVICE uint32_t operand(uint32_t address) {
+        return Tile::cluster > 1 ? address & 0xFFFFFF : address;
+    }
     // x (64 keys x M queries) = A B^T, A: this warpgroup's rows of K or V, in panels of PanelA
     // columns, B: Q or dO; asynchronous.
     template <int PanelA>
     DEVICE void product(float (&x)[M / 2], const Place& at, uint32_t a, uint32_t b) {
+        const uint32_t base = operand(at.shared);
         wgmma_fence();
         UNROLL for (int k = 0; k < D / 16; ++k) wgmma_ss<T, M, 0, 0>(
-            x, k_major<Tile::n, PanelA>(at.shared + a + at.group * (PanelA * 128), k),
-            k_major<M, Tile::panel>(at.shared + b, k), k > 0);
+            x, k_major<Tile::n, PanelA>(base + a + at.group * (PanelA * 128), k),
+            k_major<M, Tile::panel>(base + b, k), k > 0);
         wgmma_commit();
     }
     // dq (64 rows of this warpgroup's share of the tile) = dS K, asynchronous.
@@ -233,11 +239,12 @@ struct BackwardConsumer {
             static_cast<const RowStats<M>*>(p.stats)[tile].factor + at.dq_row();
         return make_float2(__ldg(from), __ldg(from + 8));
     }
-    // dq on its way to memory, in the order of the accumulators.
-    DEVICE void add_dq(const float (&dq)[dq_columns / 2], const Place& at, int tile,
+    // 64 rows of dq, the `part`-th half of its tile, on their way to memory, in the order of the
+    // accumulators.
+    DEVICE void add_dq(const float (&dq)[dq_columns / 2], const Place& at, int part, int tile,
                        const float2& factor) {
-        constexpr int share = M * D / 2;  // numbers of a warpgroup
-        const int64_t base = int64_t(tile) * (M * D) + at.group * share;
+        constexpr int numbers = dq_columns / 2;  // of a thread
+        const int64_t base = int64_t(tile) * (M * D) + part * (M * D / 2);
         const int thread = at.warp * 32 + at.lane;
         auto addend = [&](int i) {  // its 32 bits
             const float x = dq[i], unit = i / 2 % 2 ? factor.y : factor.x;
@@ -246,20 +253,28 @@ struct BackwardConsumer {
         };
         if constexpr (!Tile::by_copy) {
             float4* const to = static_cast<float4*>(p.sums) + base / 4 + thread;
-            UNROLL for (int i = 0; i < dq_columns / 2; i += 4)
+            UNROLL for (int i = 0; i < numbers; i += 4)
                 red_add(to + i * 32, __int_as_float(addend(i)), __int_as_float(addend(i + 1)),
                         __int_as_float(addend(i + 2)), __int_as_float(addend(i + 3)));
         } else {
-            const uint32_t to = at.shared + Tile::dq_at + at.group * (share * 4);
-            UNROLL for (int i = 0; i < dq_columns / 2; i += 4) store_shared(
-                to + i * 512 + thread * 16, addend(i), addend(i + 1), addend(i + 2), addend(i + 3));
-            fence_async();
-            at.sync();
-            if (at.elected) {
+            constexpr int count = numbers / Tile::dq_pieces;  // at a time
+            const uint32_t to = at.shared + Tile::dq_at + at.group * (count * 512);
+            UNROLL for (int first = 0; first < numbers; first += count) {
+                if (first > 0) {
+                    if (at.elected) bulk_wait_read();
+                    at.sync();
+                }
+                UNROLL for (int i = first; i < first + count; i += 4)
+                    store_shared(to + (i - first) * 512 + thread * 16, addend(i), addend(i + 1),
+                                 addend(i + 2), addend(i + 3));
+                fence_async();
+                at.sync();
+                if (!at.elected) continue;
                 if constexpr (Tile::sum == Sum::fixed)
-                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base, to, share * 4);
+                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base + first * 128, to,
+                                 count * 512);
                 else
-                    bulk_add_f32(static_cast<float*>(p.sums) + base, to, share * 4);
+                    bulk_add_f32(static_cast<float*>(p.sums) + base + first * 128, to, count * 512);
                 bulk_commit();
             }
         }
@@ -284,6 +299,49 @@ struct BackwardConsumer {
         return any;
     }
 
+    // P^T of the masked scores, in 16 bits; lse_at: this thread's columns in shared memory.
+    DEVICE void probabilities(const float (&s)[M / 2], uint32_t (&p16)[M / 4], uint32_t lse_at) {
+        uint32_t signs = 0;
+        UNROLL for (int j = 0; j < M / 8; ++j) {
+            const float2 lse2 = load_shared_f2(lse_at + 32 * j);
+            p16[2 * j] = pack<T>(exp2_fast(fmaf(s[4 * j], p.scale_log2, -lse2.x)),
+                                 exp2_fast(fmaf(s[4 * j + 1], p.scale_log2, -lse2.y)));
+            p16[2 * j + 1] = pack<T>(exp2_fast(fmaf(s[4 * j + 2], p.scale_log2, -lse2.x)),
+                                     exp2_fast(fmaf(s[4 * j + 3], p.scale_log2, -lse2.y)));
+            signs |= p16[2 * j] | p16[2 * j + 1];
+        }
+        // Never true. It makes the branch depend on every probability, so that ptxas cannot move
+        // their computation behind the wait, away from under the product.
+        if (signs & 0x80008000u) __trap();
+    }
+    // dS^T = P^T (dP^T - delta).
+    DEVICE void differences(const float (&dp)[M / 2], const uint32_t (&p16)[M / 4],
+                            uint32_t (&ds16)[M / 4], uint32_t delta_at) {
+        UNROLL for (int j = 0; j < M / 8; ++j) {
+            const float2 delta = load_shared_f2(delta_at + 32 * j);
+            const float2 upper = unpack<T>(p16[2 * j]), lower = unpack<T>(p16[2 * j + 1]);
+            ds16[2 * j] =
+                pack<T>(upper.x * (dp[4 * j] - delta.x), upper.y * (dp[4 * j + 1] - delta.y));
+            ds16[2 * j + 1] =
+                pack<T>(lower.x * (dp[4 * j + 2] - delta.x), lower.y * (dp[4 * j + 3] - delta.y));
+        }
+    }
+    // Rows of dS, 64 of its columns.
+    DEVICE void store_ds(const Place& at, int stage, const uint32_t (&ds16)[M / 4]) {
+        const uint32_t ds_to = at.shared + Tile::ds_at + stage * Tile::ds_bytes +
+                               at.group * (M * 128) + (at.lane / 16 * 8 + at.lane % 8) * 128 +
+                               ((at.warp * 32 + at.lane / 8 % 2 * 16) ^ (at.lane % 8 * 16));
+        UNROLL for (int k = 0; k < M / 16; ++k)
+            store_matrix_transposed(ds_to + k * 2048, ds16 + 4 * k);
+    }
+    // dV += P^T dO or dK += dS^T Q, asynchronous; the first step of a unit overwrites them.
+    DEVICE void add_product(float (&sum)[D / 2], const uint32_t (&a)[M / 4], uint32_t tile,
+                            bool first) {
+        UNROLL for (int k = 0; k < M / 16; ++k) wgmma_rs<T, D, 1>(
+            sum, a + 4 * k, mn_major<M, Tile::panel>(operand(tile), k), !first || k > 0);
+        wgmma_commit();
+    }
+
     // One query tile. s: its scores, then those of the next one; behind the last one there is none,
     // and the product of whatever lies there is not used.
     template <bool First>
@@ -297,18 +355,7 @@ struct BackwardConsumer {
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
         product<Tile::panel>(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
         if (needs_mask(n, now.m, stats)) mask(s, before_dp, n, now.m, stats);
-        uint32_t signs = 0;
-        UNROLL for (int j = 0; j < M / 8; ++j) {
-            const float2 lse2 = load_shared_f2(lse_at + 32 * j);
-            p16[2 * j] = pack<T>(exp2_fast(fmaf(s[4 * j], p.scale_log2, -lse2.x)),
-                                 exp2_fast(fmaf(s[4 * j + 1], p.scale_log2, -lse2.y)));
-            p16[2 * j + 1] = pack<T>(exp2_fast(fmaf(s[4 * j + 2], p.scale_log2, -lse2.x)),
-                                     exp2_fast(fmaf(s[4 * j + 3], p.scale_log2, -lse2.y)));
-            signs |= p16[2 * j] | p16[2 * j + 1];
-        }
-        // Never true. It makes the branch depend on every probability, so that ptxas cannot move
-        // their computation behind the wait, away from under the product.
-        if (signs & 0x80008000u) __trap();
+        probabilities(s, p16, lse_at);
         const Place at(shared);
         if constexpr (Tile::delayed && !First) {
             begin_dq(dq, at, stage ^ 1);
@@ -319,28 +366,13 @@ struct BackwardConsumer {
         pin(dp);
         const uint32_t delta_at =
             at.shared + Tile::stats_at + stage * Tile::stats_bytes + 4 * M + at.lane % 4 * 8;
-        UNROLL for (int j = 0; j < M / 8; ++j) {
-            const float2 delta = load_shared_f2(delta_at + 32 * j);
-            const float2 upper = unpack<T>(p16[2 * j]), lower = unpack<T>(p16[2 * j + 1]);
-            ds16[2 * j] =
-                pack<T>(upper.x * (dp[4 * j] - delta.x), upper.y * (dp[4 * j + 1] - delta.y));
-            ds16[2 * j + 1] =
-                pack<T>(lower.x * (dp[4 * j + 2] - delta.x), lower.y * (dp[4 * j + 3] - delta.y));
-        }
-        const uint32_t ds_to = at.shared + Tile::ds_at + stage * Tile::ds_bytes +
-                               at.group * (M * 128) + (at.lane / 16 * 8 + at.lane % 8) * 128 +
-                               ((at.warp * 32 + at.lane / 8 % 2 * 16) ^ (at.lane % 8 * 16));
-        UNROLL for (int k = 0; k < M / 16; ++k)
-            store_matrix_transposed(ds_to + k * 2048, ds16 + 4 * k);
+        differences(dp, p16, ds16, delta_at);
+        store_ds(at, stage, ds16);
         const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;
         const uint32_t dout = at.shared + Tile::dout_at + stage * Tile::q_bytes;
         wgmma_fence();
-        UNROLL for (int k = 0; k < M / 16; ++k)  // dV += P^T dO
-            wgmma_rs<T, D, 1>(dv, p16 + 4 * k, mn_major<M, Tile::panel>(dout, k), !First || k > 0);
-        wgmma_commit();
-        UNROLL for (int k = 0; k < M / 16; ++k)  // dK += dS^T Q
-            wgmma_rs<T, D, 1>(dk, ds16 + 4 * k, mn_major<M, Tile::panel>(q, k), !First || k > 0);
-        wgmma_commit();
+        add_product(dv, p16, dout, First);
+        add_product(dk, ds16, q, First);
         const int dq_tile = Tile::delayed ? before : now.tile;
         float2 factor;
         if constexpr (!Tile::by_copy || !Tile::delayed || First)
@@ -352,7 +384,7 @@ struct BackwardConsumer {
             factor = load_factors(dq_tile, at);
             wgmma_wait<2>();
             pin(dq);
-            add_dq(dq, at, dq_tile, factor);
+            add_dq(dq, at, at.group, dq_tile, factor);
         }
         auto release = [&] {
             wgmma_wait<1>();
@@ -369,7 +401,7 @@ struct BackwardConsumer {
         } else {
             wgmma_wait<1>();
             pin(dq);
-            add_dq(dq, at, dq_tile, factor);
+            add_dq(dq, at, at.group, dq_tile, factor);
         }
         wgmma_wait<0>();
         pin(s);

@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     if (threadIdx.x == 0) stats.low_min = low_min, stats.low_max = low_max;
 }
 
-// One warp per (batch, key tile).
+// One warp per (batch, key tile or pair of them), `count` times `n_rows` keys.
 template <int M>
-__global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int n_rows) {
-    const int batch = blockIdx.x / p.n_tiles, n = blockIdx.x % p.n_tiles;
+__global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int count, int n_rows) {
+    const int batch = blockIdx.x / count, n = blockIdx.x % count;
     const int last_key = min((n + 1) * n_rows, p.mask.keys) - 1;
     const RowStats<M>* const stats =
         static_cast<const RowStats<M>*>(p.stats) + int64_t(batch) * p.heads * p.m_tiles;
@@ -162,10 +162,11 @@ __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int n_
     p.lengths[blockIdx.x] = end - max(begin, first_query<M>(p.mask, n * n_rows));
 }
 
-// One block per batch: the key tiles in the order of their lengths.
-__global__ void __launch_bounds__(order_threads) order_keys_kernel(const BackwardParams p) {
-    const int64_t first = int64_t(blockIdx.x) * p.n_tiles;
-    order_by_length(p.order + first, p.lengths + first, p.n_tiles);
+// One block per batch: the same key tiles or pairs in the order of their lengths.
+__global__ void __launch_bounds__(order_threads)
+    order_keys_kernel(const BackwardParams p, int count) {
+    const int64_t first = int64_t(blockIdx.x) * count;
+    order_by_length(p.order + first, p.lengths + first, count);
 }
 
 // One block per (batch, head, query tile); the threads stand for the consumers of the main kernel.

@@ -6,13 +6,22 @@
 
 namespace torus::flash {
 
+struct BackwardBarriers {
+    uint64_t k_full, k_empty, v_full, v_empty;
+    uint64_t q_full[2], q_empty[2], dout_full[2], dout_empty[2];
+    uint64_t work_full[2], work_empty[2];
+};
+
 // Exact: the head dim is D. Else p.head_dim < D or, at 96, also equal to it.
 template <class T, int D, Sum How, bool Exact = D % 64 == 0>
 struct BackwardTile {
     using Element = T;
+    using Single = BackwardTile;
+    using Barriers = BackwardBarriers;
     static constexpr Sum sum = How;
     static constexpr bool exact = Exact;
     static constexpr int d = D, m = D == 64 ? 128 : 64, n = 128, consumers = 2, threads = 384;
+    static constexpr int cluster = 1;  // blocks that work on one unit, a key tile each
     static constexpr int producer_registers = 24, consumer_registers = 240;
     static constexpr bool delayed = D > 64;  // dQ of a step runs in the next one
     // The warpgroups share dQ by rows at M 128, by columns at M 64. Of K they then read halves of
@@ -21,6 +30,7 @@ struct BackwardTile {
     static constexpr int panel = panel_columns(D), k_panel = D % 64 == 0 ? 64 : 16;
     // dQ goes to memory through shared memory and the copy engine, or straight from the registers.
     static constexpr bool by_copy = How == Sum::fixed || D == 64;
+    static constexpr int dq_pieces = 1;  // in which a warpgroup's dQ passes through shared memory
     static constexpr uint32_t kv_bytes = n * D * 2, q_bytes = m * D * 2;
     static constexpr uint32_t ds_bytes = m * n * 2, dq_bytes = by_copy ? m * D * 4 : 0;
     static constexpr uint32_t stats_bytes = sizeof(RowStats<m>);
@@ -29,12 +39,6 @@ struct BackwardTile {
     static constexpr uint32_t dout_at = q_at + 2 * q_bytes, ds_at = dout_at + 2 * q_bytes;
     static constexpr uint32_t dq_at = ds_at + 2 * ds_bytes, stats_at = dq_at + dq_bytes;
     static constexpr int shared_bytes = stats_at + 2 * stats_bytes + 1024;
-};
-
-struct BackwardBarriers {
-    uint64_t k_full, k_empty, v_full, v_empty;
-    uint64_t q_full[2], q_empty[2], dout_full[2], dout_empty[2];
-    uint64_t work_full[2], work_empty[2];
 };
 
 // A key tile of one kv head against the query tiles [begin, end) of the query heads of one part.
@@ -50,23 +54,26 @@ DEVICE int first_query(const Mask& mask, int key) {
     return mask.causal ? max(key - mask.shift, 0) / M : 0;
 }
 
-// Unit number -> key tile, head and part. Parts in order, since each adds to what the one before it
-// left; of the key tiles the longest first, which are the low ones when there is no other order.
+// Unit number -> key tile (the first of the cluster), head and part. Parts in order, since each
+// adds to what the one before it left; of the key tiles the longest first, which are the low ones
+// when there is no other order.
 template <class Tile>
 DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
-    const int per_head = p.parts * p.n_tiles;
+    const int n_units = p.n_tiles / Tile::cluster;
+    const int per_head = p.parts * n_units;
     const int section = unit / (p.section_heads * per_head);
     const int inside = unit - section * p.section_heads * per_head;
     const int first = section * p.section_heads;
     const int count = min(p.section_heads, p.batches * p.kv_heads - first);
     BackwardWork w;
-    w.part = inside / (p.n_tiles * count);
-    w.n = inside / count - w.part * p.n_tiles;
+    w.part = inside / (n_units * count);
+    w.n = inside / count - w.part * n_units;
     w.kv_head = first + inside % count;
-    if (p.order) w.n = p.order[w.kv_head / p.kv_heads * p.n_tiles + w.n];
+    if (p.order) w.n = p.order[w.kv_head / p.kv_heads * n_units + w.n];
+    w.n *= Tile::cluster;
     w.begin = min(first_query<Tile::m>(p.mask, w.n * Tile::n), p.m_tiles), w.end = p.m_tiles;
     if (p.mask.first_key) {
-        const int2 range = p.ranges[w.kv_head / p.kv_heads * p.n_tiles + w.n];
+        const int2 range = p.ranges[w.kv_head / p.kv_heads * n_units + w.n / Tile::cluster];
         w.begin = max(w.begin, range.x), w.end = range.y;
     }
     w.end = max(w.begin, w.end);

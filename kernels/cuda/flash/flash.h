@@ -20,9 +20,15 @@ int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads,
                                  int64_t keys, int64_t head_dim);
 
 void forward(cudaStream_t, const Attn&, void* workspace);
+
+// The backward's kernel: blocks by themselves, or clusters of two where there are such kernels
+// (bf16, D 128, more than 128 keys), or whichever is faster. dq differs in its last bits.
+enum class Blocks { best, single, pairs };
+
 // deterministic: the same inputs give the same bits in every run; otherwise the last bits of dq
 // depend on the order in which blocks finish. (The forward, dk and dv give the same bits in any
 // case.)
-void backward(cudaStream_t, const AttnGrad&, void* workspace, bool deterministic = true);
+void backward(cudaStream_t, const AttnGrad&, void* workspace, bool deterministic = true,
+              Blocks = Blocks::best);
 
 }  // namespace torus::flash

@@ -47,8 +47,8 @@ inline bool rows_aligned(const Tensor& t, int64_t bytes) {
 inline Pitch pitch_of(const Tensor& t) { return {t.pitch(0), t.pitch(1), t.pitch(2)}; }
 
 // Boxes of `rows` rows of one head, zeros past the end: all panels of 64 columns when those divide
-// the head dim, else one panel, which the end of the head cuts off.
-inline CUtensorMap tile_map(const Tensor& t, int rows, int panel = 64) {
+// the head dim, else one panel, which the end of the head cuts off; one_panel: one in any case.
+inline CUtensorMap tile_map(const Tensor& t, int rows, int panel = 64, bool one_panel = false) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
     cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
@@ -64,7 +64,8 @@ inline CUtensorMap tile_map(const Tensor& t, int rows, int panel = 64) {
         return t.dim(i) == 1 ? size * D : cuuint64_t(t.pitch(i)) * size;
     };
     const cuuint64_t strides[4] = {stride(1), 128, stride(2), stride(0)};
-    const cuuint32_t box[5] = {cuuint32_t(panel), cuuint32_t(rows), cuuint32_t(panels), 1, 1};
+    const cuuint32_t box[5] = {cuuint32_t(panel), cuuint32_t(rows),
+                               one_panel ? 1 : cuuint32_t(panels), 1, 1};
     const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const CUresult r = encode(

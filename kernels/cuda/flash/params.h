@@ -85,13 +85,15 @@ struct BackwardParams {
     void* stats;       // RowStats<M> (B*H, m_tiles)
     void* sums;        // dq, float or fixed point (B*H, m_tiles, M*D), in the accumulators' order
     float2*
-        maxima;    // (B*Hk, chunks): largest |k|, largest squared norm of a row of v; unless plain
-    int2* ranges;  // with first_key: (B, n_tiles) query tiles that see a key tile
-    int32_t *order, *lengths;  // (B, n_tiles) key tiles, the longest first; null: the first first
+        maxima;  // (B*Hk, chunks): largest |k|, largest squared norm of a row of v; unless plain
+    // With first_key, of each key tile or pair of them: (B, n_tiles or half of it) the query tiles
+    // that see it; their order, the longest first, else null, and their lengths in query tiles.
+    int2* ranges;
+    int32_t *order, *lengths;
     float4* partial;  // with parts: dk, dv so far (B*Hk, n_tiles, 2, D*128) in accumulator order
     int32_t* flags;   // with parts: (B*Hk, n_tiles, 2) parts that are done, per warpgroup
     int32_t chunks;
-    int32_t m_tiles, n_tiles, units;
+    int32_t m_tiles, n_tiles, units;  // n_tiles: even for pairs of blocks
     int32_t heads, kv_heads, group, batches;
     int32_t parts,
         part_heads;         // the query heads of a group go in `parts` units, one after the other

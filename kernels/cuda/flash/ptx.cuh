@@ -71,11 +71,11 @@ DEVICE void tma_prefetch(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, int head, int batch,
-                     uint64_t policy, int column = 0) {
+                     uint64_t policy, int column = 0, int panel = 0) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(map), "r"(shared_address(b)), "r"(column), "r"(row), "r"(0), "r"(head), "r"(batch),
+        "l"(map), "r"(shared_address(b)), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch),
         "l"(policy)
         : "memory");
 }
@@ -118,6 +118,60 @@ DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory
 
 // Before a barrier, by every thread whose plain shared stores wgmma or TMA will read.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- clusters of two blocks ---------------------------------------------------------------------
+DEVICE uint32_t cluster_rank() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+    return x;
+}
+DEVICE uint32_t cluster_count() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(x));
+    return x;
+}
+// What lies at `address` in the block of this rank.
+DEVICE uint32_t address_in(uint32_t rank, uint32_t address) {
+    uint32_t y;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
+    return y;
+}
+// All threads of both blocks that have not returned, whichever way their warps are split.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Orders nothing but what the thread has waited for: a release at the scope of the cluster would
+// wait for all of the thread's additions to memory.
+DEVICE void barrier_arrive_in(uint32_t rank, uint64_t* b) {
+    asm volatile(
+        "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, shared_address(b)))
+        : "memory");
+}
+// One of the panels of 64 columns, to the same place and barrier of both blocks.
+DEVICE void tma_load_both(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, int head,
+                          int batch, uint64_t policy, int panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+            to),
+        "l"(map), "r"(shared_address(b)), "r"(0), "r"(row), "r"(panel), "r"(head), "r"(batch),
+        "h"(uint16_t(3)), "l"(policy)
+        : "memory");
+}
+// To shared memory of either block (`to` and `b` by address_in), which `b` there counts.
+DEVICE void bulk_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t b) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(to),
+        "r"(from), "r"(bytes), "r"(b)
+        : "memory");
+}
+DEVICE void send_word(uint32_t to, int32_t x, uint32_t b) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(to),
+        "r"(x), "r"(b)
+        : "memory");
+}
 
 // --- warpgroups ---------------------------------------------------------------------------------
 template <int R>
