@@ -1,0 +1,132 @@
+// How the attention forward is divided: tile shapes and shared memory, the query tiles that blocks
+// draw from a counter, and the thread that copies their tiles in. See forward.cuh.
+#pragma once
+#include "kernels/cuda/flash/order.cuh"
+#include "kernels/cuda/flash/params.h"
+#include "kernels/cuda/flash/wgmma.cuh"
+
+namespace torus::flash {
+
+// Exact: the head dim is D. Else p.head_dim < D or, at 96, also equal to it.
+template <class T, int D, int Consumers, bool Exact = D % 64 == 0>
+struct ForwardTile {
+    using Element = T;
+    static constexpr bool exact = Exact;
+    static constexpr int d = D, n = 128, consumers = Consumers, m = 64 * consumers;
+    static constexpr int threads = 128 * (1 + consumers), stages = 2;
+    static constexpr int producer_registers = consumers == 2 ? 40 : 32;
+    static constexpr int consumer_registers = consumers == 2 ? 232 : 160;
+    static constexpr uint32_t rows_bytes = 64 * D * 2;  // queries, and later o, of a warpgroup
+    static constexpr uint32_t q_bytes = consumers * rows_bytes, kv_bytes = n * D * 2;
+    // offsets in shared memory
+    static constexpr uint32_t q_at = 0, k_at = q_at + stages * q_bytes;
+    static constexpr uint32_t v_at = k_at + stages * kv_bytes;
+    static constexpr int shared_bytes = v_at + stages * kv_bytes + 1024;  // 1024: alignment
+};
+
+struct ForwardBarriers {
+    uint64_t q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+    uint64_t work_full[2], work_empty[2];
+};
+
+// One tile of work: M query rows of one head against the key tiles [begin, end).
+struct ForwardWork {
+    int m, head;  // head counts through all batches; negative: no more work
+    int begin, end;
+};
+
+// The end of the key tiles that query tile m sees by the causal rule.
+template <class Tile>
+DEVICE int key_tiles_end(const Mask& mask, int m) {
+    return (mask.high(min((m + 1) * Tile::m, mask.queries) - 1) + Tile::n - 1) / Tile::n;
+}
+
+// Unit number -> tile of work; heavy query tiles first within a section of heads, which are the
+// late ones when there are no documents.
+template <class Tile>
+DEVICE ForwardWork find_tile(const ForwardParams& p, int unit) {
+    const int section = unit / (p.section_heads * p.m_tiles);
+    const int inside = unit - section * p.section_heads * p.m_tiles;
+    const int first = section * p.section_heads;
+    const int count = min(p.section_heads, p.all_heads - first);
+    ForwardWork w{p.m_tiles - 1 - inside / count, first + inside % count, 0, 0};
+    if (p.order) {
+        const int row = w.head / p.heads * p.m_tiles;
+        w.m = p.order[row + inside / count];
+        w.begin = -p.lengths[row + w.m];
+    }
+    w.end = key_tiles_end<Tile>(p.mask, w.m);
+    if (p.order) w.begin += w.end;
+    return w;
+}
+
+// One block per batch: how many key tiles the query tiles see, and their order by that.
+template <class Tile>
+__global__ void __launch_bounds__(order_threads)
+    order_queries_kernel(const Mask mask, int32_t* order, int32_t* lengths, int m_tiles) {
+    order += int64_t(blockIdx.x) * m_tiles, lengths += int64_t(blockIdx.x) * m_tiles;
+#pragma unroll 4
+    for (int m = threadIdx.x / 32; m < m_tiles; m += order_threads / 32) {
+        int low = mask.keys;
+        for (int r = threadIdx.x % 32; r < Tile::m && m * Tile::m + r < mask.queries; r += 32)
+            low = min(low, mask.low(blockIdx.x, m * Tile::m + r));
+        low = __reduce_min_sync(~0u, low);
+        if (threadIdx.x % 32 == 0) lengths[m] = key_tiles_end<Tile>(mask, m) - low / Tile::n;
+    }
+    order_by_length(order, lengths, m_tiles);
+}
+
+// One thread that keeps the copies coming.
+template <class Tile>
+DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, ForwardWork* slots,
+                            uint32_t shared) {
+    tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
+    int kv_loads = 0, q_loads = 0;              // tiles so far; they go to the two stages in turn
+    int count = 0, top = 0, batch = 0, kv = 0;  // key tiles of the unit at work, and the last one
+    auto load = [&](const CUtensorMap* map, uint32_t at, uint64_t* full, uint64_t* empty, int i) {
+        const int stage = (kv_loads + i) % 2;
+        barrier_wait(empty + stage, ((kv_loads + i) / 2 + 1) % 2);
+        barrier_expect(full + stage, Tile::kv_bytes);
+        load_tile<Tile::d, Tile::n>(shared + at + stage * Tile::kv_bytes, map, full + stage,
+                                    (top - i) * Tile::n, kv, batch, keep_in_l2);
+    };
+    auto load_k = [&](int i) { load(&p.k, Tile::k_at, bar.k_full, bar.k_empty, i); };
+    auto load_v = [&](int i) { load(&p.v, Tile::v_at, bar.v_full, bar.v_empty, i); };
+    // In each turn a unit of work is found while the first loads of the one before it are on their
+    // way; then come the rest of that one's loads and the first of this one's. The number of the
+    // next one is asked for a turn ahead.
+    int unit = blockIdx.x;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        int next = p.tiles;
+        if (p.counter && unit < p.tiles) next = int(gridDim.x) + atomicAdd(p.counter, 1);
+        ForwardWork w{-1, -1, 0, 0};
+        if (unit < p.tiles) w = find_tile<Tile>(p, unit);
+        barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
+        slots[turn % 2] = w;
+        barrier_arrive(&bar.work_full[turn % 2]);
+        if (count > 0) {
+#pragma unroll 1
+            for (int i = 1; i < count; ++i) load_k(i), load_v(i - 1);
+            load_v(count - 1);
+            kv_loads += count;
+        }
+        if (w.head < 0) break;
+        const int head = w.head % p.heads;
+        count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
+        if (count > 0) {
+            load_k(0);
+            const int stage = q_loads % 2;
+            barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
+            barrier_expect(&bar.q_full[stage], Tile::q_bytes);
+            for (int i = 0; i < Tile::consumers; ++i)
+                load_tile<Tile::d, 64>(
+                    shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
+                    &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
+            ++q_loads;
+        }
+        unit = next;
+    }
+}
+
+}  // namespace torus::flash
