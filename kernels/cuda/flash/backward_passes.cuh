@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int co
 }
 
 // One block per batch: the same key tiles or pairs in the order of their lengths.
-__global__ void __launch_bounds__(order_threads)
+static __global__ void __launch_bounds__(order_threads)
     order_keys_kernel(const BackwardParams p, int count) {
     const int64_t first = int64_t(blockIdx.x) * count;
     order_by_length(p.order + first, p.lengths + first, count);
