@@ -107,15 +107,15 @@ std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Pr
 // --- tuning --------------------------------------------------------------------------------------
 Algorithm Matmul::tuned(const char* op, Stream& stream, const Product& p, const Plan& plan,
                         const std::vector<Algorithm>& proposed) {
-    float first_ms = 0;
-    const Timed best = find_fastest(
-        handle_, static_cast<cudaStream_t>(stream.handle), p, plan, proposed,
-        [&](const Algorithm& a) { return launch(op, stream, p, plan, a) == CUBLAS_STATUS_SUCCESS; },
-        first_ms);
+    const auto run = [&](const Algorithm& a) {
+        return launch(op, stream, p, plan, a) == CUBLAS_STATUS_SUCCESS;
+    };
+    const Choice best =
+        find_fastest(handle_, static_cast<cudaStream_t>(stream.handle), p, plan, proposed, run);
     std::ofstream out(tuning_file_, std::ios::app);
     for (int64_t part : key_of(p)) out << part << ' ';
     for (uint64_t word : best.algo.data) out << word << ' ';
-    out << best.ms << ' ' << first_ms << '\n';
+    out << best.ms << ' ' << best.first_ms << '\n';
     require(bool(out), Exit::io, "--tune-matmul: ", tuning_file_, " cannot be written");
     return best.algo;
 }

@@ -91,6 +91,11 @@ void each_variation(const Algorithm& base, F&& f) {
         with(CUBLASLT_ALGO_CONFIG_TILE_ID, tiles[i]);
 }
 
+struct Timed {
+    Algorithm algo;
+    float ms;
+};
+
 class Search {
 public:
     Search(cublasLtHandle_t handle, cudaStream_t stream, const Product& p, const Plan& plan,
@@ -113,29 +118,27 @@ public:
 
     bool has_room() const { return before_.get() && result_.get() && largest_.get(); }
 
-    Timed fastest(const std::vector<Algorithm>& proposed, float& first_ms) {
+    Choice fastest(const std::vector<Algorithm>& proposed) {
         copy(before_.get(), row_, p_.d, pitch_);
         collect(proposed);
-        std::vector<Timed> finalists = quickest(kFinalists);
         const Timed first = timed_.front();
-        if (std::none_of(finalists.begin(), finalists.end(),
-                         [&](const Timed& t) { return same(t.algo, first.algo); }))
-            finalists.push_back(first);
+        const auto is_first = [&](const Timed& t) { return same(t.algo, first.algo); };
+        std::vector<Timed> finalists = quickest(kFinalists);
+        if (std::none_of(finalists.begin(), finalists.end(), is_first)) finalists.push_back(first);
+
         time(first.algo, calls_in(kSettleMs, first.ms));
         for (Timed& t : finalists) t.ms = sustained(t);
         std::sort(finalists.begin(), finalists.end(), quicker);
         for (Timed& t : finalists)
-            if (&t < finalists.data() + kLast || same(t.algo, first.algo))
-                t.ms = (t.ms + sustained(t)) / 2;
+            if (&t < finalists.data() + kLast || is_first(t)) t.ms = (t.ms + sustained(t)) / 2;
         std::sort(finalists.begin(), finalists.end(), quicker);
-        const auto at = std::find_if(finalists.begin(), finalists.end(),
-                                     [&](const Timed& t) { return same(t.algo, first.algo); });
-        first_ms = at->ms;
-        Timed best = *at;
+
+        const float first_ms = std::find_if(finalists.begin(), finalists.end(), is_first)->ms;
+        Choice best{first.algo, first_ms, first_ms};
         for (const Timed& t : finalists) {
             if (t.ms > 0.99f * first_ms) break;
             if (!trusted(t.algo, proposed)) continue;
-            best = t;
+            best.algo = t.algo, best.ms = t.ms;
             break;
         }
         restore();
@@ -258,11 +261,11 @@ private:
 
 }  // namespace
 
-Timed find_fastest(cublasLtHandle_t handle, cudaStream_t stream, const Product& p, const Plan& plan,
-                   const std::vector<Algorithm>& proposed, const RunProduct& run, float& first_ms) {
+Choice find_fastest(cublasLtHandle_t handle, cudaStream_t stream, const Product& p,
+                    const Plan& plan, const std::vector<Algorithm>& proposed,
+                    const RunProduct& run) {
     Search search(handle, stream, p, plan, run);
-    first_ms = 0;
-    return search.has_room() ? search.fastest(proposed, first_ms) : Timed{proposed[0], 0};
+    return search.has_room() ? search.fastest(proposed) : Choice{proposed[0], 0, 0};
 }
 
 }  // namespace torus::cuda
