@@ -417,14 +417,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     __shared__ BackwardWork slots[2];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
-        barrier_init(&bar.k_full, 1), barrier_init(&bar.k_empty, Tile::consumers);
-        barrier_init(&bar.v_full, 1), barrier_init(&bar.v_empty, Tile::consumers);
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], Tile::consumers);
-            barrier_init(&bar.dout_full[i], 1), barrier_init(&bar.dout_empty[i], Tile::consumers);
-            barrier_init(&bar.work_full[i], 1);
-            barrier_init(&bar.work_empty[i], 4 * Tile::consumers);  // one arrival a warp
-        }
+        init_barriers<Tile>(bar);
         barrier_init_done();
     }
     __syncthreads();

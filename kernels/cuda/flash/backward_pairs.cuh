@@ -311,15 +311,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     PairControl& control = *reinterpret_cast<PairControl*>(memory + Tile::control_at);
     PairBarriers& bar = control.bar;
     if (threadIdx.x == 0) {
-        barrier_init(&bar.k_full, 1), barrier_init(&bar.k_empty, Tile::consumers);
-        barrier_init(&bar.v_full, 1), barrier_init(&bar.v_empty, Tile::consumers);
+        init_barriers<Tile>(bar);
         for (int i = 0; i < 2; ++i) {
-            barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], 2 * Tile::consumers);
-            barrier_init(&bar.dout_full[i], 1);
             barrier_init(&bar.ds_full[i], Tile::consumers);
             barrier_init(&bar.other_full[i], Tile::consumers), barrier_init(&bar.ds_empty[i], 2);
-            barrier_init(&bar.work_full[i], 1);
-            barrier_init(&bar.work_empty[i], 4 * Tile::consumers);  // one arrival a warp
         }
         barrier_init(&bar.unit_full, 1), barrier_init(&bar.unit_empty, 1);
         barrier_init_done();

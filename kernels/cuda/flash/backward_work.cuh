@@ -92,6 +92,21 @@ DEVICE void stats_wait(int stage) {
     named_sync<Tile::threads - 96>(4 + stage);
 }
 
+// By one thread, before anything waits.
+template <class Tile>
+DEVICE void init_barriers(BackwardBarriers& bar) {
+    barrier_init(&bar.k_full, 1), barrier_init(&bar.k_empty, Tile::consumers);
+    barrier_init(&bar.v_full, 1), barrier_init(&bar.v_empty, Tile::consumers);
+    for (int i = 0; i < 2; ++i) {
+        barrier_init(&bar.q_full[i], 1);
+        barrier_init(&bar.q_empty[i], Tile::cluster * Tile::consumers);
+        barrier_init(&bar.dout_full[i], 1);
+        if (Tile::cluster == 1) barrier_init(&bar.dout_empty[i], Tile::consumers);
+        barrier_init(&bar.work_full[i], 1);
+        barrier_init(&bar.work_empty[i], 4 * Tile::consumers);  // one arrival a warp
+    }
+}
+
 // One thread that keeps the copies coming. It has 24 registers, so it reads its unit of work back
 // from shared memory where it can.
 template <class Tile>
