@@ -93,7 +93,7 @@ Trainer::Trainer(const Config& c, World& world)
         setup_.kernels->tune_matmul(world.first() ? c.tune_matmul
                                                   : concat(c.tune_matmul, ".", world.rank()));
         world.say("matmul: algorithms from ", c.tune_matmul,
-                  "; a product that it lacks takes about 4 s in the first step");
+                  "; products that it lacks are timed in the first step, a few seconds each");
     }
     if (world.size() > 1) world.say(world.choice().reason);
     if (!world.first()) world.barrier();  // rank 0 tokenizes text, the others find it done

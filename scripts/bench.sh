@@ -10,7 +10,7 @@
 # sequence: ours in every mode, PyTorch with Ulysses and with its ring, which keeps attention's output
 # where attention_out is given. Ratios are to our one GPU and to PyTorch on N.
 # --steps: 25, or with --ranks 6; the first third is not counted, at most 8 steps.
-# --choices: a file that keeps the timed matmul algorithms for the next run (about 4 s for each product).
+# --choices: a file that keeps the timed matmul algorithms for the next run (a few seconds for each product).
 # Rates of one run are comparable, those of two runs differ by a few per cent: quote ratios.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -19,8 +19,8 @@ using RunProduct = std::function<bool(const Algorithm&)>;
 // Times algorithms on the operands at hand; `proposed` is not empty. D, which a product may add to,
 // is kept aside and put back. An algorithm that the library did not propose for this product is
 // taken only when it gives the same bits twice, and to rounding those of proposed[0]. That one is
-// taken when there is no memory to keep D, or when nothing is faster by more than 1%. About 4 s for
-// a product of a large model.
+// taken when there is no memory to keep D, or when nothing is faster by more than 1%. Takes a
+// few seconds for a product of a large model.
 Choice find_fastest(cublasLtHandle_t handle, cudaStream_t stream, const Product& p,
                     const Plan& plan, const std::vector<Algorithm>& proposed,
                     const RunProduct& run);

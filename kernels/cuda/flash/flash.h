@@ -13,8 +13,8 @@ namespace torus::flash {
 bool forward_supported(const Attn&);
 bool backward_supported(const AttnGrad&);
 
-// Scratch memory (256-byte aligned) that a call uses until it has run on its stream; 0 for a head
-// dim that is not supported.
+// Scratch memory (256-byte aligned) that a call uses until it has run on its stream; the backward's
+// is 0 for a head dim that is not supported.
 int64_t forward_workspace_bytes(int64_t batch, int64_t queries);
 int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
                                  int64_t keys, int64_t head_dim);
