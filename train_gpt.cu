@@ -12,11 +12,11 @@
 
 namespace {
 
-// One line from one rank: the others give rank 0, which mostly met the same, a second to speak
-// first.
+// One line from one rank: rank 0 mostly met the same, and its abort ends the others. They give it
+// time to, also on a machine that is busy, and across signals, which would end a single sleep.
 int report(torus::Exit code, const char* what) {
     const torus::LaunchInfo info = torus::launch_info();
-    if (info.rank > 0) sleep(1);
+    for (unsigned left = info.rank > 0 ? 10 : 0; left > 0;) left = sleep(left);
     if (info.rank > 0)
         std::fprintf(stderr, "error: rank %d: %s\n", info.rank, what);
     else

@@ -120,6 +120,14 @@ class Ranks(Cli):
         for word in words:
             self.assertIn(word, lines[0])
 
+    def test_rank_0_speaks_first(self):
+        """Rank 1 keeps silent while a slow launcher has yet to end it."""
+        rank_1 = dict(os.environ, OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2",
+                      OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+        with self.assertRaises(subprocess.TimeoutExpired) as ended:
+            self.run_program("--steps", "many", env=rank_1, timeout=4)
+        self.assertFalse(ended.exception.stderr)
+
     def test_what_cannot_work(self):
         self.one_line(64, ["--sp", "3"], *self.arguments(2, "--sp", 3))
         self.one_line(64, ["--verify-sp", "--ranks"], *self.arguments(1, "--verify-sp"))
