@@ -162,13 +162,6 @@ __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int co
     p.lengths[blockIdx.x] = end - max(begin, first_query<M>(p.mask, n * n_rows));
 }
 
-// One block per batch: the same key tiles or pairs in the order of their lengths.
-static __global__ void __launch_bounds__(order_threads)
-    order_keys_kernel(const BackwardParams p, int count) {
-    const int64_t first = int64_t(blockIdx.x) * count;
-    order_by_length(p.order + first, p.lengths + first, count);
-}
-
 // One block per (batch, head, query tile); the threads stand for the consumers of the main kernel.
 template <class Tile>
 __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardParams p) {

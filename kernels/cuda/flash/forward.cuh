@@ -149,7 +149,8 @@ struct ForwardConsumer {
     const ForwardWork* const slots;
     // What to wait for, in one register. Bits 0 and 1: parity of the loads of K, by stage; 2 and 3:
     // of V; 4: stage of the queries, 5: parity of their load; 6: stage of the key tile whose scores
-    // are known; 8 and up: units of work so far.
+    // are known; 7: the other stage of the queries has still to be given back; 8 and up: units of
+    // work so far.
     uint32_t phases = 1 << 6;
     float s[N / 2], o[D / 2];
     uint32_t probability[N / 4];
@@ -184,6 +185,14 @@ struct ForwardConsumer {
     DEVICE void wait_for_queries() { barrier_wait(&bar.q_full[phases >> 4 & 1], phases >> 5 & 1); }
     DEVICE void leave_queries() {
         phases ^= 1 << 4 | (phases << 1 & 1 << 5);  // behind stage 1 the parity changes
+    }
+    // Once o, which took their place, has left it.
+    DEVICE void give_back_queries() {
+        if (phases & 1 << 7 && elected()) {
+            bulk_wait_read();
+            barrier_arrive(&bar.q_empty[~phases >> 4 & 1]);
+        }
+        phases &= ~(1u << 7);
     }
     DEVICE int stage() const { return phases >> 6 & 1; }
     DEVICE void sync() const {  // this warpgroup
@@ -246,12 +255,14 @@ struct ForwardConsumer {
         repack<T>(s, probability);
         if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
             UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
+        give_back_queries();
     }
     // A step from one query tile to the next, so that the products do not stop between them: the
     // last output of `w`, which is stored, and the first scores of `after`. Either may be absent
     // (head < 0); its product then runs on whatever lies there, and is not used.
     DEVICE void turn_over(const ForwardWork& w, ForwardWork& after) {
         const bool from = w.head >= 0, to = after.head >= 0;
+        give_back_queries();
         const uint32_t old_stage = phases >> 4 & 1;
         UNROLL for (int r = 0; r < 2; ++r) {  // asked for early: it comes from memory
             const int row = row_of(after) + 8 * r;
@@ -280,6 +291,7 @@ struct ForwardConsumer {
         if (from) {
             if (elected()) barrier_arrive(&bar.v_empty[here]);
             store(w, old_stage, ends);
+            if (!Tile::late_copy) send(w, old_stage);
         }
         soft = {};
         low[0] = p.mask.local(low[0]), low[1] = p.mask.local(low[1]);
@@ -292,9 +304,9 @@ struct ForwardConsumer {
         hide(after, after.end - 1);
         soft.step(s, p.scale_log2);
         repack<T>(s, probability);
-        if (from && elected()) {
-            bulk_wait_read();  // o has left the place of the queries
-            barrier_arrive(&bar.q_empty[old_stage]);
+        if (from) {
+            if (Tile::late_copy) send(w, old_stage);
+            phases |= 1 << 7;
         }
     }
     // Whether the last key tile of w is beyond what this warpgroup's rows see, and then leaves it
@@ -305,10 +317,15 @@ struct ForwardConsumer {
         w.end -= cut;
         return cut;
     }
+    // The output of w: merged into memory, or into the place of its queries, from where `send`
+    // takes it.
     DEVICE void store(const ForwardWork& w, uint32_t stage, const RowEnds& ends) {
         if (p.carry) return forward_merge<Tile>(p, w.head, row_of(w), o, ends);
         forward_stage<T, D>(p, w.head, row_of(w), queries(stage), o, ends);
         fence_async();
+    }
+    DEVICE void send(const ForwardWork& w, uint32_t stage) {
+        if (p.carry) return;
         sync();
         if (elected()) {
             store_tile<D, 64>(&p.o_map, queries(stage), w.m * Tile::m + group * 64,

@@ -31,16 +31,16 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
     p.carry = a.carry, p.head_dim = int32_t(a.q.dim(3));
     const int blocks = std::min(p.tiles, int32_t(multiprocessors()));
-    if (blocks < p.tiles) {
-        p.counter = static_cast<int32_t*>(workspace);
-        cuda_check(cudaMemsetAsync(workspace, 0, sizeof(int32_t), stream), "memset");
-    }
+    if (blocks < p.tiles) p.counter = static_cast<int32_t*>(workspace);
     if (a.first_key) {
         int32_t* const order = static_cast<int32_t*>(workspace) + counter_bytes / 4;
         int32_t* const lengths = order + B * m_tiles;
-        order_queries_kernel<Tile>
-            <<<unsigned(B), order_threads, 0, stream>>>(p.mask, order, lengths, p.m_tiles);
+        count_keys_kernel<Tile><<<unsigned(B * m_tiles), 32, 0, stream>>>(
+            p.mask, lengths, p.m_tiles, static_cast<int32_t*>(workspace));
+        order_kernel<<<unsigned(B), order_threads, 0, stream>>>(order, lengths, p.m_tiles);
         p.order = order, p.lengths = lengths;
+    } else if (p.counter) {
+        cuda_check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "memset");
     }
     use_shared(forward_kernel<Tile>, Tile::shared_bytes);
     forward_kernel<Tile><<<blocks, Tile::threads, Tile::shared_bytes, stream>>>(p);

@@ -16,6 +16,9 @@ struct ForwardTile {
     static constexpr int threads = 128 * (1 + consumers), stages = 2;
     static constexpr int producer_registers = consumers == 2 ? 40 : 32;
     static constexpr int consumer_registers = consumers == 2 ? 232 : 160;
+    // o leaves after the first softmax of the next tile, not before it, where fewer warpgroups are
+    // there to work meanwhile: its copy begins with a barrier.
+    static constexpr bool late_copy = consumers == 2;
     static constexpr uint32_t rows_bytes = 64 * D * 2;  // queries, and later o, of a warpgroup
     static constexpr uint32_t q_bytes = consumers * rows_bytes, kv_bytes = n * D * 2;
     // offsets in shared memory
@@ -60,20 +63,19 @@ DEVICE ForwardWork find_tile(const ForwardParams& p, int unit) {
     return w;
 }
 
-// One block per batch: how many key tiles the query tiles see, and their order by that.
+// One warp per (batch, query tile): how many key tiles it sees.
 template <class Tile>
-__global__ void __launch_bounds__(order_threads)
-    order_queries_kernel(const Mask mask, int32_t* order, int32_t* lengths, int m_tiles) {
-    order += int64_t(blockIdx.x) * m_tiles, lengths += int64_t(blockIdx.x) * m_tiles;
-#pragma unroll 4
-    for (int m = threadIdx.x / 32; m < m_tiles; m += order_threads / 32) {
-        int low = mask.keys;
-        for (int r = threadIdx.x % 32; r < Tile::m && m * Tile::m + r < mask.queries; r += 32)
-            low = min(low, mask.low(blockIdx.x, m * Tile::m + r));
-        low = __reduce_min_sync(~0u, low);
-        if (threadIdx.x % 32 == 0) lengths[m] = key_tiles_end<Tile>(mask, m) - low / Tile::n;
+__global__ void __launch_bounds__(32)
+    count_keys_kernel(const Mask mask, int32_t* lengths, int m_tiles, int32_t* counter) {
+    const int batch = blockIdx.x / m_tiles, m = blockIdx.x % m_tiles;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+    int low = mask.keys;
+    UNROLL for (int i = 0; i < Tile::m; i += 32) {
+        const int row = m * Tile::m + i + int(threadIdx.x);
+        if (row < mask.queries) low = min(low, mask.low(batch, row));
     }
-    order_by_length(order, lengths, m_tiles);
+    low = __reduce_min_sync(~0u, low);
+    if (threadIdx.x == 0) lengths[blockIdx.x] = key_tiles_end<Tile>(mask, m) - low / Tile::n;
 }
 
 // One thread that keeps the copies coming.
@@ -92,40 +94,38 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
     };
     auto load_k = [&](int i) { load(&p.k, Tile::k_at, bar.k_full, bar.k_empty, i); };
     auto load_v = [&](int i) { load(&p.v, Tile::v_at, bar.v_full, bar.v_empty, i); };
-    // In each turn a unit of work is found while the first loads of the one before it are on their
-    // way; then come the rest of that one's loads and the first of this one's. The number of the
-    // next one is asked for a turn ahead.
+    // In each turn a tile of work is found while the last keys of the one before it are at work,
+    // and its first loads follow. Its number is drawn no earlier than two steps before: what a
+    // block holds nobody else can take, so long tiles and drawn ones would end late together.
     int unit = blockIdx.x;
+    auto draw = [&] { unit = p.counter ? int(gridDim.x) + atomicAdd(p.counter, 1) : p.tiles; };
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        int next = p.tiles;
-        if (p.counter && unit < p.tiles) next = int(gridDim.x) + atomicAdd(p.counter, 1);
+#pragma unroll 1
+        for (int i = 1; i < count; ++i) {
+            if (i == count - 1) draw();
+            load_k(i), load_v(i - 1);
+        }
+        if (turn > 0 && count < 2) draw();
         ForwardWork w{-1, -1, 0, 0};
         if (unit < p.tiles) w = find_tile<Tile>(p, unit);
         barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
         slots[turn % 2] = w;
         barrier_arrive(&bar.work_full[turn % 2]);
-        if (count > 0) {
-#pragma unroll 1
-            for (int i = 1; i < count; ++i) load_k(i), load_v(i - 1);
-            load_v(count - 1);
-            kv_loads += count;
-        }
+        if (count > 0) load_v(count - 1), kv_loads += count;
         if (w.head < 0) break;
         const int head = w.head % p.heads;
         count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
-        if (count > 0) {
-            load_k(0);
-            const int stage = q_loads % 2;
-            barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
-            barrier_expect(&bar.q_full[stage], Tile::q_bytes);
-            for (int i = 0; i < Tile::consumers; ++i)
-                load_tile<Tile::d, 64>(
-                    shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
-                    &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
-            ++q_loads;
-        }
-        unit = next;
+        if (count <= 0) continue;
+        load_k(0);
+        const int stage = q_loads % 2;
+        barrier_wait(&bar.q_empty[stage], (q_loads / 2 + 1) % 2);
+        barrier_expect(&bar.q_full[stage], Tile::q_bytes);
+        for (int i = 0; i < Tile::consumers; ++i)
+            load_tile<Tile::d, 64>(
+                shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
+                &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
+        ++q_loads;
     }
 }
 
