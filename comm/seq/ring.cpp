@@ -325,37 +325,39 @@ void RingAttention::results_home(const Call& c, int step, List& sends, List& rec
 
 // --- what is computed ---------------------------------------------------------------------------
 
-// When results of the last step go home, the last piece of the local step is left for the end, to
-// hide their way.
+// When results of the last step go home, a share of the local step is left to hide their way.
 void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
-    if (!w) return;
-    const bool splits = step == 0 && w.pieces.size() > 1 && anything_travels(c, steps());
-    const size_t last = w.pieces.size() - (splits ? 1 : 0);
+    const Share all{0, w.pieces.size(), 0, d_.B, 0, d_.Hk};
+    const bool splits = step == 0 && anything_travels(c, steps());
+    const Share mine = splits ? share_of(all, late) : all;
+    if (mine.empty() || (late && !splits)) return;
     const Queries q = w.helps(me_) ? fetched_queries(c, step) : c.queries;
     const Keys keys = w.fetches_keys(me_) ? fetched_keys(c, step) : c.keys;
-    if (w.helps(me_)) {
-        k_.fill(s, c.back ? q.dq : q.o, 0);
-        if (!c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
-    }
+    if (w.helps(me_)) k_.fill(s, c.back ? q.dq : q.o, 0);
+    if (w.helps(me_) && !c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
     if (c.back && w.fetches_keys(me_)) k_.fill(s, keys.dkv, 0);
     const auto half = [&](const Tensor& kv, const Piece& p, int which) {
         const int64_t row = w.fetches_keys(me_) ? w.in_block(p.k_row) : p.k_row;
-        return kv.slice(2, which * d_.Hk, d_.Hk).slice(1, row, p.k_rows);
+        return mine.of(kv, 2, 1, which * d_.Hk).slice(1, row, p.k_rows);
     };
-    for (size_t i = late ? last : 0; i < (late ? w.pieces.size() : last); ++i) {
+    for (size_t i = mine.piece; i < mine.piece_end; ++i) {
         const Piece& p = w.pieces[i];
-        const int64_t q_row = p.q_row - q.lo;
+        const int64_t q_row = p.q_row - q.lo, group = d_.H / d_.Hk;
         const auto rows = [&](const Tensor& t) { return t.slice(1, q_row, p.q_rows); };
-        const Tensor first_key = c.masked ? rows(q.first_key) : Tensor();
+        const auto queries = [&](const Tensor& t) { return mine.of(rows(t), 2, group); };
+        const auto stats = [&](const Tensor& t) {
+            return mine.of(of_run(t, q_row, p.q_rows), 1, group);
+        };
+        const Tensor first_key = c.masked ? mine.sequences(rows(q.first_key)) : Tensor();
         if (c.back) {
-            k_.attention_backward(s, {.q = rows(q.q),
+            k_.attention_backward(s, {.q = queries(q.q),
                                       .k = half(keys.kv, p, 0),
                                       .v = half(keys.kv, p, 1),
-                                      .dout = rows(q.dout),
-                                      .lse = of_run(q.lse, q_row, p.q_rows),
-                                      .delta = of_run(q.delta, q_row, p.q_rows),
-                                      .dq = rows(q.dq),
+                                      .dout = queries(q.dout),
+                                      .lse = stats(q.lse),
+                                      .delta = stats(q.delta),
+                                      .dq = queries(q.dq),
                                       .dk = half(keys.dkv, p, 0),
                                       .dv = half(keys.dkv, p, 1),
                                       .first_key = first_key,
@@ -365,11 +367,11 @@ void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const
                                       .causal = p.causal,
                                       .accumulate = true});
         } else {
-            k_.attention_forward(s, {.q = rows(q.q),
+            k_.attention_forward(s, {.q = queries(q.q),
                                      .k = half(keys.kv, p, 0),
                                      .v = half(keys.kv, p, 1),
-                                     .o = rows(q.o),
-                                     .lse = of_run(q.lse, q_row, p.q_rows),
+                                     .o = queries(q.o),
+                                     .lse = stats(q.lse),
                                      .first_key = first_key,
                                      .q0 = p.q0,
                                      .k0 = p.k0,
@@ -476,11 +478,10 @@ void RingAttention::backward(Stream& s, const AttnGradIn& g) {
     each_run([&](int64_t row, int64_t n) {
         k_.cast(s, of_run(c.queries.lse, row, n), g.lse.slice(2, row, n));
         const Tensor delta = of_run(c.queries.delta, row, n);
-        if (present(g.delta)) {
+        if (present(g.delta))
             k_.cast(s, delta, g.delta.slice(2, row, n));
-        } else {
+        else
             k_.attention_delta(s, delta, g.dout.slice(1, row, n), g.o.slice(1, row, n));
-        }
     });
     loop(s, c);
     copy_rows(k_, s, g.dq, c.queries.dq);

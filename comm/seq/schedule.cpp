@@ -154,4 +154,14 @@ double imbalance_of(const Table& table, const int32_t* first_key, int64_t B, int
     return sum > 0 ? most * double(work.size()) / sum : 1.0;
 }
 
+Share share_of(Share all, bool late) {
+    const auto cut = [&](auto& begin, auto& end, auto held_back) {
+        (late ? begin : end) = end - held_back;
+        return all;
+    };
+    if (all.piece_end - all.piece > 1) return cut(all.piece, all.piece_end, size_t(1));
+    if (all.batch_end - all.batch > 1) return cut(all.batch, all.batch_end, int64_t(1));
+    return cut(all.head, all.head_end, (all.head_end - all.head + 2) / 4);
+}
+
 }  // namespace torus

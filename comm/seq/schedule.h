@@ -63,6 +63,22 @@ struct Work {
 };
 using Table = std::vector<std::vector<Work>>;  // [step][rank]
 
+// A share of a step's work: pieces, sequences and kv heads, from one to before the other.
+struct Share {
+    size_t piece, piece_end;
+    int64_t batch, batch_end, head, head_end;
+    bool operator==(const Share&) const = default;
+    bool empty() const { return piece == piece_end || batch == batch_end || head == head_end; }
+    Tensor sequences(const Tensor& t) const { return t.rows(batch, batch_end - batch); }
+    // Of a tensor whose dimension `axis` has n heads for each kv head, from `first` on.
+    Tensor of(const Tensor& t, int axis, int64_t n, int64_t first = 0) const {
+        return sequences(t).slice(axis, first + n * head, n * (head_end - head));
+    }
+};
+// Cuts it in two: the last piece is for late, or, when there is one only, the last sequence, or of
+// one sequence a quarter of its heads. One head is not cut, and nothing is late.
+Share share_of(Share all, bool late);
+
 struct RingPlan {
     std::vector<Runs> runs;  // of each rank of the ring
     Schedule schedule;

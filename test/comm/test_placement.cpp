@@ -108,6 +108,26 @@ TEST_CASE("head groups: every query head once, with its own kv head") {
         }
 }
 
+TEST_CASE("schedule: a step's work is cut in two, with something for the end where it can be") {
+    struct Want {
+        Share all;
+        Share early, late;
+    };
+    for (const Want& w : {
+             Want{{0, 3, 0, 2, 0, 4}, {0, 2, 0, 2, 0, 4}, {2, 3, 0, 2, 0, 4}},      // pieces
+             Want{{0, 1, 0, 3, 0, 4}, {0, 1, 0, 2, 0, 4}, {0, 1, 2, 3, 0, 4}},      // sequences
+             Want{{0, 1, 0, 1, 0, 16}, {0, 1, 0, 1, 0, 12}, {0, 1, 0, 1, 12, 16}},  // heads
+             Want{{0, 1, 0, 1, 0, 2}, {0, 1, 0, 1, 0, 1}, {0, 1, 0, 1, 1, 2}},
+         }) {
+        CHECK(share_of(w.all, false) == w.early);
+        CHECK(share_of(w.all, true) == w.late);
+    }
+    for (const Share nothing_to_cut : {Share{0, 1, 0, 1, 0, 1}, Share{0, 0, 0, 1, 0, 1}}) {
+        CHECK(share_of(nothing_to_cut, false) == nothing_to_cut);
+        CHECK(share_of(nothing_to_cut, true).empty());
+    }
+}
+
 TEST_CASE("schedule: every visible pair exactly once") {
     using Make = Schedule (*)(int);
     using Place = std::vector<Runs> (*)(int64_t, int);
