@@ -270,6 +270,11 @@ void optimizer(Bench& b, int64_t params) {
             [&] { k.sum_squares(b.stream, total, grad, false); });
     b.bytes(label("cast", s) + " fp32 to bf16", double(params) * 6,
             [&] { k.cast(b.stream, param, master); });
+    const int64_t rows = params / 6144, heads = 1024;  // a sixth of a packed row
+    const Tensor from = param.slice(0, 0, rows * 6144).view({rows, 6144}).slice(1, heads, heads);
+    const Tensor packed = master.slice(0, 0, rows * heads).view({rows, heads});
+    b.bytes(concat("cast (", rows, ", ", heads, " of 6144) to fp32"), double(rows * heads) * 6,
+            [&] { k.cast(b.stream, packed, from); });
     b.bytes(label("cast_stochastic", s), double(params) * 6,
             [&] { k.cast_stochastic(b.stream, param, master, 1, 2, 0); });
 }

@@ -49,38 +49,46 @@ struct CastOp {
     }
 };
 
-// The leading dimensions of a pitched tensor, flattened to rows.
+// Where the rows of two pitched tensors of one shape begin. Dimensions that follow each other
+// without a gap in both count as one: most often a single one is left, and nothing to divide.
 struct RowOffsets {
-    int rank;
-    int64_t size[Shape::max_rank], stride[Shape::max_rank];  // innermost first
-    __device__ int64_t at(int64_t row) const {               // offset of a row in elements
-        int64_t offset = 0;
-        for (int i = 0; i < rank; ++i) {
-            offset += row % size[i] * stride[i];
-            row /= size[i];
+    int rank = 0;
+    int64_t size[Shape::max_rank], dst[Shape::max_rank], src[Shape::max_rank];  // innermost first
+
+    RowOffsets(const Tensor& to, const Tensor& from) {
+        for (int i = to.rank() - 2; i >= 0; --i) {
+            const int64_t n = to.dim(i), d = to.pitch(i), s = from.pitch(i);
+            const int last = rank - 1;
+            if (n == 1) continue;
+            if (rank > 0 && d == size[last] * dst[last] && s == size[last] * src[last])
+                size[last] *= n;
+            else
+                size[rank] = n, dst[rank] = d, src[rank++] = s;
         }
-        return offset;
+    }
+    template <class F>
+    __device__ void at(int64_t row, F f) const {  // f(offset in dst, offset in src), in elements
+        int64_t to = 0, from = 0;
+        for (int i = 0; i < rank; ++i) {
+            const int64_t rest = i + 1 < rank ? row / size[i] : 0, here = row - rest * size[i];
+            to += here * dst[i], from += here * src[i];
+            row = rest;
+        }
+        f(to, from);
     }
 };
-
-static RowOffsets row_offsets(const Tensor& t) {
-    RowOffsets rows{};
-    for (int i = t.rank() - 2; i >= 0; --i) {
-        rows.size[rows.rank] = t.dim(i);
-        rows.stride[rows.rank++] = t.pitch(i);
-    }
-    return rows;
-}
 
 template <class Dst, class Src>
 struct CastRowsOp {
     static constexpr int width = cast_width<Dst, Src>;
     Dst* dst;
     const Src* src;
-    RowOffsets dst_rows, src_rows;
+    RowOffsets rows;
     template <int W>
     __device__ void run(int64_t row, int64_t col) const {
-        cast_vector<W>(dst + dst_rows.at(row) + col, src + src_rows.at(row) + col);
+        rows.at(row, [&](int64_t to, int64_t from) {
+            cast_vector<W>(dst + to + col, src + from + col);
+        });
     }
 };
 
@@ -182,7 +190,7 @@ static void cast_to(Stream& stream, const Tensor& dst, const Tensor& src) {
     for (int i = 0; i < dst.rank() - 1; ++i)
         aligned = aligned && dst.pitch(i) % width == 0 && src.pitch(i) % width == 0;
     const int64_t cols = dst.dim(-1);
-    map_rows("cast", stream, CastRowsOp<Dst, Src>{to, from, row_offsets(dst), row_offsets(src)},
+    map_rows("cast", stream, CastRowsOp<Dst, Src>{to, from, RowOffsets(dst, src)},
              dst.numel() / cols, cols, aligned && cols % width == 0);
 }
 

@@ -89,6 +89,48 @@ TEST_CASE("cast of pitched tensors") {
     EXPECT(b.all() == ints);
 }
 
+// Slices of dense tensors: rows that follow each other with and without gaps, in one of the two or
+// in both, over sequences of one or several.
+TEST_CASE("cast between slices of tensors") {
+    Gpu gpu(DType::bf16);
+    const Shape whole{3, 6, 4, 16};
+    const int64_t heads = whole[2], width = whole[3];
+    const std::vector<double> values = random_values("slices", whole.numel());
+    struct Cut {
+        int64_t batch, row, head, batches, rows, count;
+        Tensor of(const Tensor& t) const {
+            return t.rows(batch, batches).slice(1, row, rows).slice(2, head, count);
+        }
+    };
+    for (const Cut& from : {Cut{0, 0, 0, 3, 6, 4}, Cut{1, 2, 1, 1, 3, 2}, Cut{0, 0, 1, 2, 6, 3},
+                            Cut{1, 1, 0, 2, 4, 4}, Cut{0, 3, 2, 3, 1, 1}})
+        for (bool dense : {true, false}) {
+            CAPTURE(from.batches);
+            CAPTURE(dense);
+            const Shape shape{from.batches, from.rows, from.count, width};
+            DeviceValue src(gpu, DType::f32, whole, values);
+            DeviceValue packed(gpu, DType::bf16, shape, constant_values(shape.numel(), nan_));
+            DeviceValue dst(gpu, DType::bf16, whole, constant_values(whole.numel(), 7));
+            gpu.k->cast(gpu.stream, dense ? packed.tensor() : from.of(dst.tensor()),
+                        from.of(src.tensor()));
+            std::vector<double> want = constant_values(whole.numel(), 7), part;
+            const std::vector<double> bf16 = rounded(values, DType::bf16);
+            for (int64_t i = 0; i < whole.numel(); ++i) {
+                const int64_t h = i / width % heads, t = i / width / heads % whole[1];
+                const int64_t b = i / width / heads / whole[1];
+                const auto inside = [](int64_t x, int64_t begin, int64_t n) {
+                    return x >= begin && x < begin + n;
+                };
+                if (!inside(b, from.batch, from.batches) || !inside(t, from.row, from.rows) ||
+                    !inside(h, from.head, from.count))
+                    continue;
+                want[size_t(i)] = bf16[size_t(i)];
+                part.push_back(bf16[size_t(i)]);
+            }
+            EXPECT(same_bits(dense ? packed.all() : dst.all(), dense ? part : want));
+        }
+}
+
 TEST_CASE("stochastic rounding gives the bits of the CPU backend") {
     Gpu gpu(DType::bf16);
     const auto cpu = make_cpu_kernels(DType::f32);
