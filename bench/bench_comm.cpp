@@ -13,7 +13,7 @@
 // latency.
 //
 //   bench_comm [--ranks N | --threads N] [--device cpu|cuda] [--bytes M] [--repeats R]
-//   [--exchange nccl|copy]
+//   [--exchange auto|nccl|copy]
 //
 // --bytes: one size, in place of the table's; cut to equal parts. --ranks: processes of mpirun;
 // --threads: threads of this process. Either has a GPU per rank. --exchange: what carries exchange
@@ -172,7 +172,7 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
     if (settings.bytes) sizes = {settings.bytes};
     if (speaks)
         std::printf("%d x %s, fp32: GB/s each way and rank%s\n", P, k.device().name().c_str(),
-                    settings.ranks.exchange == Exchange::copy ? ", exchange copy" : "");
+                    device.by_copy_engines() ? ", exchange copy" : "");
     for (const int64_t bytes : sizes) {
         const int64_t elements = bytes / 4 / P * P;
         require(elements > 0, Exit::usage, "--bytes ", bytes, ": give ", 4 * P,

@@ -5,12 +5,13 @@
 //
 //   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME[:RINGxULYSSES],...]
 //   [--batch B] [--seq S] [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
-//   [--head-slices N] [--exchange nccl|copy]
+//   [--head-slices N] [--exchange auto|nccl|copy]
 //
 // --mode: all without it; usp:2x4 is a ring of 2 groups that exchange heads among 4.
 // --documents: sequences of packed documents of log-normal length, N tokens at the median.
 // --head-slices: parts of the heads in Ulysses, whose exchanges and attention overlap; 0 = chosen.
-// --exchange: what carries the messages between GPUs, NCCL's kernels or the copy engines.
+// --exchange: what carries the messages between GPUs, NCCL's kernels or the copy engines;
+// auto (the default): the latter where they work.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
 #include <algorithm>
 #include <cmath>
@@ -34,6 +35,7 @@ class SwitchedComm final : public Comm {
 public:
     SwitchedComm(std::unique_ptr<Comm> real, const bool& silent)
         : Comm(real->rank(), real->size(), "switched"), real_(std::move(real)), silent_(silent) {}
+    bool by_copy_engines() const override { return real_->by_copy_engines(); }
 
 protected:
     void do_all_reduce(Stream& s, Tensor x, Reduce op) override { real_->all_reduce(s, x, op); }
@@ -320,7 +322,7 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
         std::printf("one rank: forward %.3f ms, backward %.3f ms, %.1f TFLOP/s\n", one.forward,
                     one.backward, flops / one.both() * 1e-9);
         std::printf("exchange with the neighbours%s: %.1f GB/s each way\n\n",
-                    settings.ranks.exchange == Exchange::copy ? ", by the copy engines" : "", rate);
+                    device.by_copy_engines() ? ", by the copy engines" : "", rate);
         std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s %9s\n", "mode", "mesh", "fwd ms",
                     "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "imbalance", "error");
     }

@@ -18,7 +18,7 @@ namespace torus {
 struct RankSettings {
     std::string device = "cpu";
     int ranks = 0, threads = 0;
-    Exchange exchange = Exchange::nccl;
+    Exchange exchange = Exchange::automatic;
     int size() const { return std::max({1, ranks, threads}); }
 };
 
@@ -36,9 +36,11 @@ inline bool parse_rank_flag(const std::string& flag, const std::string& value, R
                 ": must be cpu or cuda");
         out.device = value;
     } else if (flag == "--exchange") {
-        require(value == "nccl" || value == "copy", Exit::usage, "--exchange ", value,
-                ": must be nccl or copy");
-        out.exchange = value == "copy" ? Exchange::copy : Exchange::nccl;
+        require(value == "auto" || value == "nccl" || value == "copy", Exit::usage, "--exchange ",
+                value, ": must be auto, nccl or copy");
+        out.exchange = value == "copy"   ? Exchange::copy
+                       : value == "nccl" ? Exchange::nccl
+                                         : Exchange::automatic;
     } else if (flag == "--ranks") {
         out.ranks = int(whole_number(flag, value));
     } else if (flag == "--threads") {
@@ -54,7 +56,7 @@ inline bool parse_rank_flag(const std::string& flag, const std::string& value, R
 template <class Body>
 void run_on_ranks(const RankSettings& settings, int argc, char** argv, Body body) {
     const bool cuda = settings.device == "cuda";
-    require(cuda || settings.exchange == Exchange::nccl, Exit::usage,
+    require(cuda || settings.exchange != Exchange::copy, Exit::usage,
             "--exchange copy: is between GPUs; give --device cuda");
     const auto work = [&](Comm& host, int gpu) {
         const auto kernels =

@@ -20,8 +20,9 @@ class FlightRecorder;
 enum class Reduce : uint8_t { sum, max, min };
 
 // What moves the bytes of Comm::exchange between GPUs: NCCL's kernels, which take multiprocessors
-// from what runs beside them, or the copy engines, between GPUs of one machine only.
-enum class Exchange : uint8_t { nccl, copy };
+// from what runs beside them, or the copy engines, between GPUs of one machine only. automatic: the
+// copy engines where the world's GPUs can write into each other's memory, else NCCL.
+enum class Exchange : uint8_t { automatic, nccl, copy };
 
 // One message of an exchange; the data is contiguous. Empty messages are not sent, and must be
 // empty on both sides. Messages between the same two ranks match in the order of the lists.
@@ -37,6 +38,8 @@ public:
     int size() const { return size_; }
     const std::string& name() const { return name_; }   // "world", "ring", ... for messages
     int64_t bytes_sent() const { return bytes_sent_; }  // to other ranks, since the start
+    // Whether exchange() leaves the multiprocessors alone.
+    virtual bool by_copy_engines() const { return false; }
 
     // x = reduction over ranks of x. Types: fp64 fp32 bf16 fp16 (these two sum in fp32), i64, i32.
     void all_reduce(Stream&, Tensor x, Reduce op = Reduce::sum);
@@ -101,7 +104,7 @@ std::unique_ptr<Comm> make_mpi_comm();
 // Exchange::copy where the ranks' GPUs cannot write into each other's memory; when the world spans
 // machines, that is found at the first exchange of a group that does. With it the host waits in
 // exchange() until the ranks that it sends to and receives from are there, too.
-std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu, Exchange exchange = Exchange::nccl);
+std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu, Exchange = Exchange::automatic);
 
 // Ends this process and, under mpirun, every other rank of the job, without waiting for any of
 // them.

@@ -89,7 +89,15 @@ public:
         const std::vector<EventCard> my_events = make_events(obstacle);
         const auto events = gather(host, my_events.data(), size_);
         if (obstacle.empty()) obstacle = connect(events);
-        agree_that_copies_work(host, obstacle);
+        Probe mine_to_open;
+        const auto probe = make_probe(mine_to_open, obstacle);
+        const auto probes = gather(host, &mine_to_open, 1);
+        for (size_t r = 0; r < size_ && obstacle.empty(); ++r) {
+            if (same_process_[r] || !probes[r].there) continue;
+            void* const base = map(probes[r].words, obstacle);
+            if (base) cudaIpcCloseMemHandle(base);
+        }
+        agree_that_copies_work(host, obstacle);  // and all have closed the probes
     }
     ~CudaPeers() override {
         for (Stream& s : lanes_) cudaStreamDestroy(static_cast<cudaStream_t>(s.handle));
@@ -122,13 +130,12 @@ public:
 
     char* open(int peer, const Allocation& a) override {
         if (same_process_[size_t(peer)]) return a.base;
+        std::string obstacle;
         cudaIpcMemHandle_t words{};
         std::memcpy(&words, a.words.data(), sizeof words);
-        check(cudaSetDevice(gpu_), "device");  // the access is this device's
-        void* base = nullptr;
-        const cudaError_t code = cudaIpcOpenMemHandle(&base, words, cudaIpcMemLazyEnablePeerAccess);
-        require(code == cudaSuccess, Exit::usage, "--exchange copy: rank ", rank_,
-                reason(" cannot open another one's memory", code), "; use --exchange nccl");
+        void* const base = map(words, obstacle);
+        require(base, Exit::usage, "--exchange copy: rank ", rank_, " ", obstacle,
+                "; use --exchange nccl");
         return static_cast<char*>(base);
     }
 
@@ -182,6 +189,35 @@ public:
 
 private:
     static constexpr size_t most_exported = 16;
+
+    struct Free {
+        void operator()(void* p) const { cudaFree(p); }
+    };
+    // A little memory for the other processes to open, before a model counts on that.
+    struct Probe {
+        cudaIpcMemHandle_t words{};
+        bool there = false;
+    };
+    std::unique_ptr<void, Free> make_probe(Probe& probe, std::string& obstacle) const {
+        void* p = nullptr;
+        if (!ipc_ || !obstacle.empty()) return nullptr;
+        cudaError_t code = cudaMalloc(&p, 256);
+        std::unique_ptr<void, Free> memory(p);
+        if (code == cudaSuccess) code = cudaIpcGetMemHandle(&probe.words, p);
+        probe.there = code == cudaSuccess;
+        if (!probe.there) obstacle = reason("CUDA IPC does not work here", code);
+        return memory;
+    }
+
+    // The memory of another process in this one; null, and why, when it cannot be opened.
+    void* map(const cudaIpcMemHandle_t& words, std::string& obstacle) const {
+        check(cudaSetDevice(gpu_), "device");  // the access is this device's
+        void* base = nullptr;
+        const cudaError_t code = cudaIpcOpenMemHandle(&base, words, cudaIpcMemLazyEnablePeerAccess);
+        if (code == cudaSuccess) return base;
+        obstacle = reason("cannot open another one's memory", code);
+        return nullptr;
+    }
 
     Card my_card() const {
         Card c{};

@@ -86,6 +86,18 @@ public:
         if (comm_ && std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);
     }
 
+    bool by_copy_engines() const override { return by_ == Exchange::copy; }
+
+    // Copies from now on, when they work on every rank. Collective.
+    void copy_if_possible() {
+        try {
+            copies();
+            by_ = Exchange::copy;
+        } catch (const Error& e) {
+            if (e.code != Exit::usage) throw;
+        }
+    }
+
     // Collective over the group the first time.
     PeerCopy& copies() {
         if (copies_) return *copies_;
@@ -194,9 +206,13 @@ private:
 std::unique_ptr<Comm> make_nccl_comm(Comm& host, int gpu, Exchange exchange) {
     check_cuda(cudaSetDevice(gpu), "device");
     const bool one_machine = check_distinct_gpus(host, gpu);
-    auto world = std::make_unique<NcclComm>(host, gpu, exchange, "world");
+    const bool by_choice = exchange == Exchange::automatic;
+    auto world =
+        std::make_unique<NcclComm>(host, gpu, by_choice ? Exchange::nccl : exchange, "world");
+    if (host.size() == 1 || !one_machine) return world;
     // Now, rather than after a model has been loaded.
-    if (exchange == Exchange::copy && host.size() > 1 && one_machine) world->copies();
+    if (by_choice) world->copy_if_possible();
+    if (exchange == Exchange::copy) world->copies();
     return world;
 }
 

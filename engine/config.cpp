@@ -165,7 +165,7 @@ void check_device(const Config& c) {
             "--deterministic: the CPU always is; leave it out with --device cpu");
     require(c.device != "cpu" || c.cuda_graph != CudaGraph::on, Exit::usage,
             "--cuda-graph: is for the GPU; leave it out with --device cpu");
-    require(c.device != "cpu" || c.exchange == Exchange::nccl, Exit::usage,
+    require(c.device != "cpu" || c.exchange != Exchange::copy, Exit::usage,
             "--exchange: copy is between GPUs; leave it out with --device cpu");
     require(c.device != "cuda" || !c.plain_matmul, Exit::usage,
             "--plain-matmul: is for the CPU; give --device cpu or leave it out");

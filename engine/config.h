@@ -42,11 +42,11 @@ struct Config {
     int ranks = 0;                       // processes; 0 = as many as the launcher started
     std::string parallel_mode = "auto";  // see comm/seq.h
     int sp = 0, ring = 0, ulysses = 0;   // ranks that share a sequence, and how; 0 = chosen
-    Exchange exchange = Exchange::nccl;  // what moves their messages between GPUs
-    std::string device = "auto";         // auto, cuda, cpu
-    std::string dtype = "auto";          // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
-    std::string moments = "auto";        // AdamW's: auto (fp32; fp64 with fp64), fp32, bf16
-    bool master_weights = true;          // off: bf16 weights are their own masters
+    Exchange exchange = Exchange::automatic;  // what moves their messages between GPUs
+    std::string device = "auto";              // auto, cuda, cpu
+    std::string dtype = "auto";        // auto (bf16 on cuda, fp32 on cpu), bf16, fp16, fp32, fp64
+    std::string moments = "auto";      // AdamW's: auto (fp32; fp64 with fp64), fp32, bf16
+    bool master_weights = true;        // off: bf16 weights are their own masters
     std::string loss_scale = "auto";   // auto (dynamic with fp16, else 1), dynamic, a power of two
     int64_t loss_scale_window = 2000;  // dynamic: updates without a skip until it doubles
     std::string tune_matmul;           // GPU: file of timed matmul choices; empty = none

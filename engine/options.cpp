@@ -113,8 +113,9 @@ std::vector<Option> machine_options() {
         {"ulysses", g, "N", "of these, ranks that exchange heads; 0 = chosen",
          &C::ulysses, {0, 65536}},
         {"exchange", g, "NAME",
-         "between GPUs that share sequences: nccl, or copy (the copy engines; one machine only)",
-         &C::exchange, {0, 0}, {"nccl", "copy"}},
+         "between GPUs that share sequences: nccl, copy (the copy engines; one machine only), or "
+         "auto: copy where it works",
+         &C::exchange, {0, 0}, {"auto", "nccl", "copy"}},
         {"verify-sp", g, "",
          "first compare loss and gradient norms of a short batch on all ranks with rank 0 alone",
          &C::verify_sp, {0, 0}, off_on},

@@ -131,7 +131,7 @@ Setup make_setup(const Config& c, int gpu) {
     require(s.cuda || c.cuda_graph != CudaGraph::on, Exit::no_device,
             "--cuda-graph: needs a GPU, and --device auto found none: ", cuda_unavailable_reason());
     require(
-        s.cuda || c.exchange == Exchange::nccl, Exit::no_device,
+        s.cuda || c.exchange != Exchange::copy, Exit::no_device,
         "--exchange copy: needs GPUs, and --device auto found none: ", cuda_unavailable_reason());
     validate(s.model);
     s.family = &family(s.model.family);

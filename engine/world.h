@@ -27,7 +27,7 @@ public:
     int local_size() const { return launch_.local_size; }
 
     // Data travels from now on between GPUs, or through host memory when `device` is the CPU.
-    void connect(Device& device, bool cuda, Exchange exchange = Exchange::nccl);
+    void connect(Device& device, bool cuda, Exchange exchange = Exchange::automatic);
     // Cuts the world into dp x ring x ulysses for this shape of attention.
     void arrange(const ParallelChoice&);
 

@@ -9,13 +9,16 @@
 namespace torus {
 namespace {
 
-constexpr int most_slices = 2;                       // 4 were slower: attention of few heads
 constexpr int64_t least_message = int64_t(4) << 20;  // bytes; smaller ones gain less than they cost
 
+// Attention of few heads is slower, and so is what runs beside kernels that move messages.
+int most_slices(const Comm& comm) { return comm.by_copy_engines() ? 4 : 2; }
+
 // As many slices as leave every rank whole kv heads in each.
-int choose_slices(const AttnDims& d, int ranks, DType act) {
+int choose_slices(const AttnDims& d, const Comm& comm, DType act) {
+    const int ranks = comm.size();
     const int64_t tokens = d.B * d.S / ranks;
-    for (int n = most_slices; n > 1; --n) {
+    for (int n = most_slices(comm); n > 1; --n) {
         const int64_t heads = (d.H + 2 * d.Hk) / (n * ranks);
         if (d.Hk % (n * ranks) == 0 && tokens * heads * d.D * size_of(act) >= least_message)
             return n;
@@ -28,7 +31,7 @@ public:
     UlyssesAttention(Kernels& k, Comm& comm, const AttnDims& d, GroupTokens tokens,
                      const MakeInner& make_inner, int slices)
         : device_(k.device()), comm_(comm), tokens_(std::move(tokens)) {
-        if (slices == 0) slices = choose_slices(d, comm.size(), k.precision().act);
+        if (slices == 0) slices = choose_slices(d, comm, k.precision().act);
         CHECK(d.Hk % slices == 0, ": ", slices, " slices of ", d.Hk, " kv heads");
         const AttnDims part{d.B, d.S, d.H / slices, d.Hk / slices, d.D};
         for (int i = 0; i < slices; ++i)

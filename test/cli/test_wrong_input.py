@@ -37,7 +37,7 @@ class WrongInput(Cli):
         self.fail_with(64, ["--dtype", "fp32"], *self.train(dtype="bf16"))
         self.fail_with(64, ["--attention", "--device cpu"], *self.train(attention="cudnn"))
         self.fail_with(64, ["--exchange", "--device cpu"], *self.train(exchange="copy"))
-        self.fail_with(64, ["--exchange", "nccl, copy"], *self.train(exchange="auto"))
+        self.fail_with(64, ["--exchange", "auto, nccl, copy"], *self.train(exchange="ring"))
         self.fail_with(64, ["--master-weights", "bf16"], *self.train(master_weights="off"))
         self.fail_with(64, ["--moments", "fp64"], *self.train(moments="bf16", dtype="fp64"))
         self.fail_with(64, ["--loss-scale", "power of two"], *self.train(loss_scale=1000))
