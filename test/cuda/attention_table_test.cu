@@ -396,7 +396,8 @@ TEST_CASE("attention table: pairs of blocks") {
     cases.push_back({1, 100, 200, 2, 1, 128, true, 0, 1000});  // no key visible
     cases.push_back({26, 300, 300, 8, 4, 128, true, 0, 0, Masks::none, false, 5, 3});
     cases.push_back({1, 2600, 2600, 8, 1, 128});
-    cases.push_back({1, 130, 33000, 2, 1, 128, false});  // sums in fixed point
+    cases.push_back({1, 300, 65536, 2, 1, 128, false});  // rounded sums at their longest
+    cases.push_back({1, 130, 66000, 2, 1, 128, false});  // sums in fixed point
     expect_all(cases, /*hopper=*/true, /*only_bf16=*/true);
 }
 
