@@ -65,9 +65,9 @@ fault() {
 modes='every mode equals one rank: selection*,bytes sent*,scores beyond*'
 
 fault 'last hop of the ring skipped' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    if (!w) return;
+    if (mine.empty() || (late && !splits)) return;
 ----
-    if (!w || (steps() > 1 && step == steps() - 1)) return;
+    if (mine.empty() || (late && !splits) || (steps() > 1 && step == steps() - 1)) return;
 END
 fault 'K and V of two hops swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
                                   fetched_keys(c, step).kv.slice(1, span.at, span.rows));
@@ -137,6 +137,16 @@ END
 fault 'last piece of the local step forgotten' comm/seq/ring.cpp test_comm "$modes" <<'END'
         if (t == steps()) compute(s, c, 0, true);
 ----
+END
+fault 'heads between the early and the late share forgotten' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+    return cut(all.head, all.head_end, (all.head_end - all.head + 2) / 4);
+----
+    return cut(all.head, all.head_end, (all.head_end - all.head + 2) / 4 + !late);
+END
+fault 'an early share of everything' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+        (late ? begin : end) = end - held_back;
+----
+        if (late) begin = end - held_back;
 END
 fault 'helper and owner both take the late half' comm/seq/schedule.cpp test_comm "$modes" <<'END'
 return (p.run < half) != (pair.part == Part::early_runs);

@@ -237,7 +237,7 @@ TEST_CASE("config: wrong numbers are refused, never half read") {
         {"--loss-scale-window", "0", "out of range"},
         {"--lr-schedule", "Cosine", "cosine, linear"},
         {"--recompute", "all", "none, attention_out, full, auto"},
-        {"--exchange", "auto", "choose one of nccl, copy"},
+        {"--exchange", "ring", "choose one of auto, nccl, copy"},
         {"--resume", "", "auto, must, never"},
         {"--device", "tpu", "auto, cuda, cpu"},
         {"--model", "", "is empty"},
