@@ -2,10 +2,12 @@
 # Do the tests notice a wrong program? Plants one fault at a time in a copy of the tree, builds, and
 # runs the tests that must notice: a fault that survives is a hole in the tests.
 #   scripts/mutations.sh [PATTERN]   only the faults whose name matches; default: all
-# Exit code 0: all were noticed; 1: some survived (named at the end).
+#   scripts/mutations.sh --check     only whether each fault's old text is still in its file (a second)
+# Exit code 0: all were noticed; 1: some survived (named at the end); 70: this script is out of date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-pattern=${1:-.}
+pattern=${1:-.} only_check=no
+[ "$pattern" != --check ] || pattern=. only_check=yes
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -13,7 +15,7 @@ tree=$work/tree
 mkdir "$tree"
 tar -c --exclude=./build --exclude=./.git . | tar -x -C "$tree"
 export CCACHE_BASEDIR=$tree
-cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
+[ $only_check = yes ] || cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
 
 build() { cmake --build "$work/build" --target "$1" >"$work/log" 2>&1; }
 # passes PROGRAM FILTER: true when all tests pass. For train_gpt the filter names tests of test/cli.
@@ -25,7 +27,7 @@ passes() {
     fi
 }
 
-survived=()
+survived=() stale=()
 noticed=0
 clean=()  # "program filter" pairs that passed without a fault
 
@@ -38,6 +40,10 @@ fault() {
     old=${text%%$'\n'----$'\n'*}
     new=${text#*$'\n'----$'\n'}
     new=${new%$'\n'}
+    if [ $only_check = yes ]; then
+        [[ $(cat "$tree/$file") == *"$old"* ]] || stale+=("$name: $file")
+        return
+    fi
     if [[ " ${clean[*]-} " != *" $program/$filter "* ]]; then
         build "$program" || { tail -20 "$work/log" >&2; echo "error: $program does not build" >&2; exit 70; }
         passes "$program" "$filter" ||
@@ -164,11 +170,9 @@ if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
 if (c.masked) each_sequence(recvs, w.pair.q, Tensor(q.lse.data, DType::i32, q.first_key.shape));
 END
 fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    if (w.helps(me_)) {
-        k_.fill(s, c.back ? q.dq : q.o, 0);
+    if (w.helps(me_)) k_.fill(s, c.back ? q.dq : q.o, 0);
 ----
-    if (w.helps(me_)) {
-        if (!c.back) k_.fill(s, q.o, 0);
+    if (w.helps(me_) && !c.back) k_.fill(s, q.o, 0);
 END
 fault 'one buffer where two are needed' comm/seq/ring.cpp test_comm "$modes" <<'END'
     slots_ = remote_steps > 1 ? 2 : 1;
@@ -375,6 +379,13 @@ fault 'optimizer: the same random bits in each range' engine/optimizer.cpp test_
 .offset = 0
 END
 
+if [ $only_check = yes ]; then
+    for name in "${stale[@]+"${stale[@]}"}"; do
+        echo "error: $name has changed; update scripts/mutations.sh" >&2
+    done
+    [ ${#stale[@]} = 0 ] || exit 70
+    exit
+fi
 echo "$noticed noticed, ${#survived[@]} survived"
 for name in "${survived[@]+"${survived[@]}"}"; do echo "  $name"; done
 [ ${#survived[@]} = 0 ]
