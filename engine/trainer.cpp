@@ -95,9 +95,9 @@ Trainer::Trainer(const Config& c, World& world)
         world.say("matmul: algorithms from ", c.tune_matmul,
                   "; products that it lacks are timed in the first step, a few seconds each");
     }
-    const char* const carrier =
-        world.data().by_copy_engines() ? "; copy engines carry the messages" : "";
-    if (world.size() > 1) world.say(world.choice().reason + carrier);
+    const bool copies = world.mesh().shape.sp() > 1 && world.data().by_copy_engines();
+    if (world.size() > 1)
+        world.say(world.choice().reason, copies ? "; copy engines carry the messages" : "");
     if (!world.first()) world.barrier();  // rank 0 tokenizes text, the others find it done
     loader_ = open_loader(c, c.data, setup_, c.shuffle);
     if (!c.val_data.empty()) val_loader_ = open_loader(c, c.val_data, setup_, false);

@@ -9,13 +9,15 @@ cd "$(dirname "$0")/.."
 pattern=${1:-.} only_check=no
 [ "$pattern" != --check ] || pattern=. only_check=yes
 
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-tree=$work/tree
-mkdir "$tree"
-tar -c --exclude=./build --exclude=./.git . | tar -x -C "$tree"
-export CCACHE_BASEDIR=$tree
-[ $only_check = yes ] || cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
+if [ $only_check = no ]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    tree=$work/tree
+    mkdir "$tree"
+    tar -c --exclude=./build --exclude=./.git . | tar -x -C "$tree"
+    export CCACHE_BASEDIR=$tree
+    cmake -S "$tree" -B "$work/build" -G Ninja -DTORUS_CUDA=OFF >/dev/null
+fi
 
 build() { cmake --build "$work/build" --target "$1" >"$work/log" 2>&1; }
 # passes PROGRAM FILTER: true when all tests pass. For train_gpt the filter names tests of test/cli.
@@ -41,7 +43,7 @@ fault() {
     new=${text#*$'\n'----$'\n'}
     new=${new%$'\n'}
     if [ $only_check = yes ]; then
-        [[ $(cat "$tree/$file") == *"$old"* ]] || stale+=("$name: $file")
+        [[ $(cat "$file") == *"$old"* ]] || stale+=("$name: $file")
         return
     fi
     if [[ " ${clean[*]-} " != *" $program/$filter "* ]]; then
