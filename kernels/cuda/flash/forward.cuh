@@ -41,13 +41,13 @@ struct Softmax {
             decay[r] = exp2_fast((top[r] - safe) * scale_log2);
             top[r] = high;
             const float shift = safe * scale_log2;
-            float even = 0, odd = 0;
+            float total = 0;
             UNROLL for (int i = 2 * r; i < N / 2; i += 4) {
                 s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift));
                 s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, -shift));
-                even += s[i], odd += s[i + 1];
+                total += s[i] + s[i + 1];
             }
-            sum[r] = sum[r] * decay[r] + (even + odd);
+            sum[r] = sum[r] * decay[r] + total;
         }
     }
 };
@@ -70,21 +70,21 @@ struct RowEnds {
 
 // Merges two rows of o and lse into what is there.
 template <class Tile>
-DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
+DEVICE void forward_merge(const ForwardParams& p, const ForwardWork& w, int row0,
                           const float (&o)[Tile::d / 2], const RowEnds& ends) {
-    const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
+    const int quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row0 + 8 * r;
         if (row >= p.mask.queries || ends.lse[r] == -INFINITY) continue;
-        float* const lse_at = p.lse + int64_t(head_number) * p.mask.queries + row;
+        float* const lse_at = p.lse_at(w.batch, w.head, row);
         const float before = *lse_at, high = fmaxf(before, ends.lse[r]);
         const float old_part = __expf(before - high), new_part = __expf(ends.lse[r] - high);
         __syncwarp(0xFu << (threadIdx.x % 32 / 4 * 4));  // the quad has read lse
         const float total = old_part + new_part, keep = __fdividef(old_part, total);
         const float weight = ends.weight[r] * __fdividef(new_part, total);
         if (quad == 0) *lse_at = high + __logf(total);
-        float* const to = static_cast<float*>(p.o) + batch * p.o_pitch.batch + row * p.o_pitch.row +
-                          head * p.o_pitch.head + 2 * quad;
+        float* const to = static_cast<float*>(p.o) + w.batch * p.o_pitch.batch +
+                          row * p.o_pitch.row + w.head * p.o_pitch.head + 2 * quad;
         UNROLL for (int j = 0; j < Tile::d / 8; ++j) {
             if (!Tile::exact && 8 * j >= p.head_dim) break;
             float2 x = *reinterpret_cast<float2*>(to + 8 * j);
@@ -95,16 +95,11 @@ DEVICE void forward_merge(const ForwardParams& p, int head_number, int row0,
     }
 }
 
-// Writes two rows of lse, and of o into the warpgroup's 64 rows of shared memory, from where TMA
-// takes them.
+// Writes two rows of o into the warpgroup's 64 rows of shared memory, from where TMA takes them.
 template <class T, int D>
-DEVICE void forward_stage(const ForwardParams& p, int head_number, int row0, uint32_t to,
-                          const float (&o)[D / 2], const RowEnds& ends) {
+DEVICE void forward_stage(uint32_t to, const float (&o)[D / 2], const RowEnds& ends) {
     constexpr int chunks = panel_columns(D) / 8;  // of 16 bytes in a row of a panel
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    if (lane % 4 == 0)
-        UNROLL for (int r = 0; r < 2; ++r) if (row0 + 8 * r < p.mask.queries)
-            p.lse[int64_t(head_number) * p.mask.queries + row0 + 8 * r] = ends.lse[r];
     // Four 8 x 8 tiles at a time, two above each other; this lane names a row of one of them.
     const uint32_t rows = to + (warp * 16 + lane % 16) * (chunks * 16);
     const uint32_t swizzle = (lane / 16 ^ lane % 8 / (8 / chunks)) * 16;
@@ -120,14 +115,15 @@ DEVICE void forward_stage(const ForwardParams& p, int head_number, int row0, uin
 
 // Two rows of o and lse for queries that see no key.
 template <class Tile>
-DEVICE void store_nothing(const ForwardParams& p, int head_number, int row0) {
+DEVICE void store_nothing(const ForwardParams& p, const ForwardWork& w, int row0) {
     using T = typename Tile::Element;
     if (p.carry) return;
-    const int batch = head_number / p.heads, head = head_number % p.heads, quad = threadIdx.x % 4;
+    const int quad = threadIdx.x % 4;
 #pragma unroll 1
     for (int row = row0; row < min(row0 + 9, p.mask.queries); row += 8) {
-        if (quad == 0) p.lse[int64_t(head_number) * p.mask.queries + row] = -INFINITY;
-        const int64_t at = batch * p.o_pitch.batch + row * p.o_pitch.row + head * p.o_pitch.head;
+        if (quad == 0) *p.lse_at(w.batch, w.head, row) = -INFINITY;
+        const int64_t at =
+            w.batch * p.o_pitch.batch + row * p.o_pitch.row + w.head * p.o_pitch.head;
         T* const to = static_cast<T*>(p.o) + at + 8 * quad;
 #pragma unroll 1
         for (int i = 0; i < Tile::d; i += 32)
@@ -170,7 +166,7 @@ struct ForwardConsumer {
         ForwardWork w = slots[slot];
         // The same for all threads to the compiler, too.
         w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
-        w.head = __shfl_sync(~0u, w.head, 0);
+        w.head = __shfl_sync(~0u, w.head, 0), w.batch = __shfl_sync(~0u, w.batch, 0);
         __syncwarp();  // all lanes have read the slot
         if (threadIdx.x % 32 == 0) barrier_arrive(&bar.work_empty[slot]);
         phases += 1 << 8;
@@ -258,21 +254,25 @@ struct ForwardConsumer {
         give_back_queries();
     }
     // A step from one query tile to the next, so that the products do not stop between them: the
-    // last output of `w`, which is stored, and the first scores of `after`. Either may be absent
-    // (head < 0); its product then runs on whatever lies there, and is not used.
-    DEVICE void turn_over(const ForwardWork& w, ForwardWork& after) {
-        const bool from = w.head >= 0, to = after.head >= 0;
+    // last output of `w`, which is stored, and the first scores of the tile after it, which is
+    // returned. Either may be absent (head < 0); its product then runs on whatever lies there, and
+    // is not used. What the products need comes first, the rest under them.
+    DEVICE ForwardWork turn_over(const ForwardWork& w) {
+        const bool from = w.head >= 0;
         give_back_queries();
         const uint32_t old_stage = phases >> 4 & 1;
-        UNROLL for (int r = 0; r < 2; ++r) {  // asked for early: it comes from memory
-            const int row = row_of(after) + 8 * r;
-            low[r] =
-                to && row < p.mask.queries ? p.mask.first(after.head / p.heads, row) : INT32_MIN;
-        }
         const int here = stage(), next = here ^ 1;
         phases ^= 1 << 6;
         if (from) wait_for_values(here), leave_queries();
+        // Of two warpgroups the second comes later, and then they have their softmax in turns.
+        if (Tile::consumers == 2 && group == 1) named_sync<256>(3);
         output(here);
+        ForwardWork after = take();
+        while (after.head >= 0 && after.begin >= after.end) {
+            store_nothing<Tile>(p, after, row_of(after));
+            after = take();
+        }
+        const bool to = after.head >= 0;
         if (to) {
             wait_for_queries();
             wait_for_keys(next);
@@ -285,9 +285,14 @@ struct ForwardConsumer {
             }
         }
         scores(queries(), stage());
+        UNROLL for (int r = 0; r < 2; ++r) {  // from memory
+            const int row = row_of(after) + 8 * r;
+            low[r] = to && row < p.mask.queries ? p.mask.first(after.batch, row) : INT32_MIN;
+        }
         const RowEnds ends(soft.top, soft.sum, p.scale);
         wgmma_wait<1>();
         pin(o);
+        if (Tile::consumers == 2 && group == 0) named_arrive<256>(3);
         if (from) {
             if (elected()) barrier_arrive(&bar.v_empty[here]);
             store(w, old_stage, ends);
@@ -308,6 +313,7 @@ struct ForwardConsumer {
             if (Tile::late_copy) send(w, old_stage);
             phases |= 1 << 7;
         }
+        return after;
     }
     // Whether the last key tile of w is beyond what this warpgroup's rows see, and then leaves it
     // out. More than one cannot be: the rows of a query tile have no more than two ends.
@@ -320,16 +326,21 @@ struct ForwardConsumer {
     // The output of w: merged into memory, or into the place of its queries, from where `send`
     // takes it.
     DEVICE void store(const ForwardWork& w, uint32_t stage, const RowEnds& ends) {
-        if (p.carry) return forward_merge<Tile>(p, w.head, row_of(w), o, ends);
-        forward_stage<T, D>(p, w.head, row_of(w), queries(stage), o, ends);
+        if (p.carry) return forward_merge<Tile>(p, w, row_of(w), o, ends);
+        forward_stage<T, D>(queries(stage), o, ends);
         fence_async();
+        if (threadIdx.x % 4 > 0) return;
+        UNROLL for (int r = 0; r < 2; ++r) {  // after the fence, which would wait for it
+            const int row = row_of(w) + 8 * r;
+            if (row < p.mask.queries) *p.lse_at(w.batch, w.head, row) = ends.lse[r];
+        }
     }
     DEVICE void send(const ForwardWork& w, uint32_t stage) {
         if (p.carry) return;
         sync();
         if (elected()) {
-            store_tile<D, 64>(&p.o_map, queries(stage), w.m * Tile::m + group * 64,
-                              w.head % p.heads, w.head / p.heads);
+            store_tile<D, 64>(&p.o_map, queries(stage), w.m * Tile::m + group * 64, w.head,
+                              w.batch);
             bulk_commit();
         }
     }
@@ -342,17 +353,11 @@ struct ForwardConsumer {
     }
 
     DEVICE void run() {
-        ForwardWork w{-1, -1, 0, 0};
+        ForwardWork w{-1, -1, 0, 0, 0};
 #pragma unroll 1
         while (true) {
-            ForwardWork after = take();
-            while (after.head >= 0 && after.begin >= after.end) {
-                store_nothing<Tile>(p, after.head, row_of(after));
-                after = take();
-            }
-            if (w.head >= 0 || after.head >= 0) turn_over(w, after);
-            if (after.head < 0) break;
-            w = after;
+            w = turn_over(w);
+            if (w.head < 0) break;
             walk(w);
         }
         if (elected()) bulk_wait();  // shared memory outlives the last store

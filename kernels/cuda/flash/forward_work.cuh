@@ -34,7 +34,7 @@ struct ForwardBarriers {
 
 // One tile of work: M query rows of one head against the key tiles [begin, end).
 struct ForwardWork {
-    int m, head;  // head counts through all batches; negative: no more work
+    int m, head, batch;  // negative head: no more work
     int begin, end;
 };
 
@@ -52,9 +52,10 @@ DEVICE ForwardWork find_tile(const ForwardParams& p, int unit) {
     const int inside = unit - section * p.section_heads * p.m_tiles;
     const int first = section * p.section_heads;
     const int count = min(p.section_heads, p.all_heads - first);
-    ForwardWork w{p.m_tiles - 1 - inside / count, first + inside % count, 0, 0};
+    const int head = first + inside % count;  // counted through all batches
+    ForwardWork w{p.m_tiles - 1 - inside / count, head % p.heads, head / p.heads, 0, 0};
     if (p.order) {
-        const int row = w.head / p.heads * p.m_tiles;
+        const int row = w.batch * p.m_tiles;
         w.m = p.order[row + inside / count];
         w.begin = -p.lengths[row + w.m];
     }
@@ -107,15 +108,14 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
             load_k(i), load_v(i - 1);
         }
         if (turn > 0 && count < 2) draw();
-        ForwardWork w{-1, -1, 0, 0};
+        ForwardWork w{-1, -1, 0, 0, 0};
         if (unit < p.tiles) w = find_tile<Tile>(p, unit);
         barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
         slots[turn % 2] = w;
         barrier_arrive(&bar.work_full[turn % 2]);
         if (count > 0) load_v(count - 1), kv_loads += count;
         if (w.head < 0) break;
-        const int head = w.head % p.heads;
-        count = w.end - w.begin, top = w.end - 1, batch = w.head / p.heads, kv = head / p.group;
+        count = w.end - w.begin, top = w.end - 1, batch = w.batch, kv = w.head / p.group;
         if (count <= 0) continue;
         load_k(0);
         const int stage = q_loads % 2;
@@ -124,7 +124,7 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
         for (int i = 0; i < Tile::consumers; ++i)
             load_tile<Tile::d, 64>(
                 shared + Tile::q_at + stage * Tile::q_bytes + i * Tile::rows_bytes, &p.q,
-                &bar.q_full[stage], w.m * Tile::m + i * 64, head, batch, pass_through);
+                &bar.q_full[stage], w.m * Tile::m + i * 64, w.head, batch, pass_through);
         ++q_loads;
     }
 }

@@ -52,6 +52,10 @@ struct ForwardParams {
     float scale, scale_log2;
     bool carry;
     int32_t head_dim;  // columns that exist; the tile may be wider
+
+    __device__ float* lse_at(int batch, int head, int row) const {
+        return lse + int64_t(batch * heads + head) * mask.queries + row;
+    }
 };
 
 // How the sum over key tiles that makes dq is formed in memory.
