@@ -117,8 +117,7 @@ struct BackwardConsumer {
 
     DEVICE void store(const BackwardWork& w) {
         const Place at(shared);
-        const int batch = w.kv_head / p.kv_heads, kv = w.kv_head % p.kv_heads;
-        const int64_t tile = int64_t(w.kv_head) * p.n_tiles + w.n;
+        const int64_t tile = int64_t(w.batch * p.kv_heads + w.kv_head) * p.n_tiles + w.n;
         int32_t* const flag = p.flags + tile * 2 + at.group;
         float4* const partial = p.partial + (tile * 2 + at.group) * (D * 32) + threadIdx.x % 128;
         UNROLL for (int i = 0; i < D / 2; ++i) dk[i] *= p.scale;
@@ -129,8 +128,8 @@ struct BackwardConsumer {
         }
         if (w.part + 1 == p.parts || p.accumulate) {
             const int row = w.n * Tile::n + at.key_row();
-            store_rows<Tile>(p, p.dv, p.dv_pitch, batch, kv, row, dv);
-            store_rows<Tile>(p, p.dk, p.dk_pitch, batch, kv, row, dk);
+            store_rows<Tile>(p, p.dv, p.dv_pitch, w.batch, w.kv_head, row, dv);
+            store_rows<Tile>(p, p.dk, p.dk_pitch, w.batch, w.kv_head, row, dk);
         } else {
             store_partial(partial);
         }
@@ -160,11 +159,7 @@ struct BackwardConsumer {
         int m, tile;
     };
 
-    DEVICE Query begin_of(const BackwardWork& w) {
-        const int head = w.kv_head / p.kv_heads * p.heads + w.kv_head % p.kv_heads * p.group +
-                         w.part * p.part_heads;
-        return {w.begin, head * p.m_tiles + w.begin};
-    }
+    DEVICE Query begin_of(const BackwardWork& w) { return {w.begin, w.head * p.m_tiles + w.begin}; }
 
     // All query tiles of one unit. The scores of a step are begun at the end of the step before it,
     // and its dQ runs in the step after it, under the arithmetic on dS.
@@ -280,23 +275,27 @@ struct BackwardConsumer {
         }
     }
 
-    // Scores of keys that a query does not see become -inf.
+    // Scores of keys that a query does not see become -inf: where the causal rule or the last key
+    // cuts the tile of keys n and queries m, and where a document of queries begins in it or later.
     DEVICE void mask(float (&s)[M / 2], const Place& at, int n, int m, uint32_t stats) {
-        const int key = n * Tile::n + at.key_row(), column = 2 * (at.lane % 4);
-        UNROLL for (int j = 0; j < M / 8; ++j) {
-            int2 low = make_int2(0, 0);
-            if (p.mask.first_key) low = load_shared_i2(stats + 12 * M + (8 * j + column) * 4);
-            UNROLL for (int i = 0; i < 4; ++i) {
-                const int k = key + i / 2 * 8, high = p.mask.high(m * M + 8 * j + column + i % 2);
-                if (k >= high || k < (i % 2 ? low.y : low.x)) s[4 * j + i] = -INFINITY;
+        const int first = n * Tile::n, key = first + at.key_row(), column = 2 * (at.lane % 4);
+        if (first + Tile::n > p.mask.high(m * M)) {
+            UNROLL for (int r = 0; r < 2; ++r) {
+                const int query = p.mask.seen_from(key + 8 * r, m * M + M);
+                const uint32_t visible = columns_between<M>(query - m * M - column, M);
+                UNROLL for (int i = 0; i < M / 4; ++i) {
+                    float& x = s[i / 2 * 4 + 2 * r + i % 2];
+                    x = visible >> i & 1 ? x : -INFINITY;
+                }
             }
         }
-    }
-    DEVICE bool needs_mask(int n, int m, uint32_t stats) {
-        const int first = n * Tile::n, last = first + Tile::n - 1;
-        bool any = last >= p.mask.high(m * M);
-        if (p.mask.first_key) any = any || first < load_shared_i2(stats + 16 * M).y;
-        return any;
+        if (p.mask.first_key && first < load_shared_i2(stats + 16 * M).y) {
+            UNROLL for (int j = 0; j < M / 8; ++j) {
+                const int2 low = load_shared_i2(stats + 12 * M + (8 * j + column) * 4);
+                UNROLL for (int i = 0; i < 4; ++i) if (key + i / 2 * 8 < (i % 2 ? low.y : low.x))
+                    s[4 * j + i] = -INFINITY;
+            }
+        }
     }
 
     // P^T of the masked scores, in 16 bits; lse_at: this thread's columns in shared memory.
@@ -354,7 +353,7 @@ struct BackwardConsumer {
         const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
         product<Tile::panel>(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
-        if (needs_mask(n, now.m, stats)) mask(s, before_dp, n, now.m, stats);
+        mask(s, before_dp, n, now.m, stats);
         probabilities(s, p16, lse_at);
         const Place at(shared);
         if constexpr (Tile::delayed && !First) {

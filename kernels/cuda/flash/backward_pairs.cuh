@@ -58,27 +58,15 @@ DEVICE void pair_produce(const BackwardParams& p, PairControl& control, uint32_t
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         volatile BackwardWork* const slot = control.slots + turn % 2;
-        barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
-        if (unit >= p.units) {
-            slot->kv_head = -1;
-            barrier_arrive(&bar.work_full[turn % 2]);
-            return;
-        }
-        {
-            const BackwardWork w = find_unit<Tile>(p, unit);
-            slot->n = w.n + int(cluster_rank()), slot->kv_head = w.kv_head, slot->part = w.part;
-            slot->begin = w.begin, slot->end = w.end, slot->phase = kv_free ^ 1;
-        }
-        barrier_arrive(&bar.work_full[turn % 2]);
+        if (!publish<Tile>(p, bar, *slot, turn, unit, kv_free ^ 1)) return;
         int m = slot->begin, left = (slot->end - m) * p.part_heads;
-        const int batch = slot->kv_head / p.kv_heads;
-        int head = slot->kv_head % p.kv_heads * p.group + slot->part * p.part_heads;
+        int head = slot->head - slot->batch * p.heads;
         if (left > 0) {
             barrier_wait(&bar.k_empty, kv_free);
             barrier_expect(&bar.k_full, Tile::kv_bytes);
             for (int i = 0; i < 2; ++i)
                 tma_load(shared + Tile::k_at + i * Tile::k_half, &p.k, &bar.k_full,
-                         slot->n * Tile::n, slot->kv_head % p.kv_heads, batch, pass_through, 0, i);
+                         slot->n * Tile::n, slot->kv_head, slot->batch, pass_through, 0, i);
         }
         bool first = true;
 #pragma unroll 1
@@ -87,26 +75,26 @@ DEVICE void pair_produce(const BackwardParams& p, PairControl& control, uint32_t
             barrier_wait(&bar.q_empty[s], (step / 2 + 1) % 2);
             const uint32_t to = shared + s * Tile::q_bytes + cluster_rank() * Tile::q_half;
             barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
-            tma_load_both(to + Tile::q_at, &p.q, &bar.q_full[s], m * Tile::m, head, batch,
+            tma_load_both(to + Tile::q_at, &p.q, &bar.q_full[s], m * Tile::m, head, slot->batch,
                           keep_in_l2, cluster_rank());
             if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
                       static_cast<const RowStats<Tile::m>*>(p.stats) +
-                          int64_t((batch * p.heads + head) * p.m_tiles + m),
+                          int64_t((slot->batch * p.heads + head) * p.m_tiles + m),
                       Tile::stats_bytes, &bar.q_full[s]);
             if (first) {
                 barrier_wait(&bar.v_empty, kv_free);
                 barrier_expect(&bar.v_full, Tile::kv_bytes + Tile::k_half);
-                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, slot->n * Tile::n,
-                         slot->kv_head % p.kv_heads, batch, pass_through);
+                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, slot->n * Tile::n, slot->kv_head,
+                         slot->batch, pass_through);
                 tma_load(shared + Tile::other_k_at, &p.k, &bar.v_full, (slot->n ^ 1) * Tile::n,
-                         slot->kv_head % p.kv_heads, batch, pass_through, 0, cluster_rank());
+                         slot->kv_head, slot->batch, pass_through, 0, cluster_rank());
                 kv_free ^= 1;
                 first = false;
             }
             barrier_expect(&bar.dout_full[s], Tile::q_bytes);
-            tma_load_both(to + Tile::dout_at, &p.dout, &bar.dout_full[s], m * Tile::m, head, batch,
-                          keep_in_l2, cluster_rank());
+            tma_load_both(to + Tile::dout_at, &p.dout, &bar.dout_full[s], m * Tile::m, head,
+                          slot->batch, keep_in_l2, cluster_rank());
             if (++m == slot->end) m = slot->begin, ++head;
         }
         if (!p.counter) {
@@ -261,7 +249,7 @@ struct PairConsumer : BackwardConsumer<Tile> {
         barrier_wait(&bar.dout_full[stage], phase_of(step));
         this->template product<Tile::panel>(dp, before_dp, Tile::v_at,
                                             Tile::dout_at + stage * Tile::q_bytes);
-        if (this->needs_mask(n, now.m, stats)) this->mask(s, before_dp, n, now.m, stats);
+        this->mask(s, before_dp, n, now.m, stats);
         this->probabilities(s, p16, lse_at);
         const Place at(shared);
         const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;

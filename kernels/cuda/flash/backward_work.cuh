@@ -43,41 +43,17 @@ struct BackwardTile {
 
 // A key tile of one kv head against the query tiles [begin, end) of the query heads of one part.
 struct BackwardWork {
-    int n, kv_head, part;  // kv_head counts through all batches; negative: no more work
+    int n, kv_head;  // negative kv_head: no more work
+    int head;        // the first query head of the part, counted through all batches
     int begin, end;
     uint32_t phase;  // parity of the loads of K and V
+    int batch, part;
 };
 
 // The first tile of M queries that see this key by the causal rule.
 template <int M>
 DEVICE int first_query(const Mask& mask, int key) {
     return mask.causal ? max(key - mask.shift, 0) / M : 0;
-}
-
-// Unit number -> key tile (the first of the cluster), head and part. Parts in order, since each
-// adds to what the one before it left; of the key tiles the longest first, which are the low ones
-// when there is no other order.
-template <class Tile>
-DEVICE BackwardWork find_unit(const BackwardParams& p, int unit) {
-    const int n_units = p.n_tiles / Tile::cluster;
-    const int per_head = p.parts * n_units;
-    const int section = unit / (p.section_heads * per_head);
-    const int inside = unit - section * p.section_heads * per_head;
-    const int first = section * p.section_heads;
-    const int count = min(p.section_heads, p.batches * p.kv_heads - first);
-    BackwardWork w;
-    w.part = inside / (n_units * count);
-    w.n = inside / count - w.part * n_units;
-    w.kv_head = first + inside % count;
-    if (p.order) w.n = p.order[w.kv_head / p.kv_heads * n_units + w.n];
-    w.n *= Tile::cluster;
-    w.begin = min(first_query<Tile::m>(p.mask, w.n * Tile::n), p.m_tiles), w.end = p.m_tiles;
-    if (p.mask.first_key) {
-        const int2 range = p.ranges[w.kv_head / p.kv_heads * n_units + w.n / Tile::cluster];
-        w.begin = max(w.begin, range.x), w.end = range.y;
-    }
-    w.end = max(w.begin, w.end);
-    return w;
 }
 
 // The row statistics of a stage come with its queries, and may be overwritten when these may: all
@@ -107,6 +83,50 @@ DEVICE void init_barriers(BackwardBarriers& bar) {
     }
 }
 
+// Unit number -> key tile, head and part. Parts in order, since each adds to what the one before it
+// left; of the key tiles the longest first, which are the low ones when there is no other order.
+// By the producer, with its few registers, so that consumers need not wait for divisions.
+template <class Tile>
+DEVICE void find_unit(const BackwardParams& p, int unit, volatile BackwardWork& w) {
+    const int n_units = p.n_tiles / Tile::cluster;
+    {
+        const int per_head = p.parts * n_units;
+        const int section = unit / (p.section_heads * per_head);
+        const int inside = unit - section * p.section_heads * per_head;
+        const int first = section * p.section_heads;
+        const int count = min(p.section_heads, p.batches * p.kv_heads - first);
+        w.part = inside / (n_units * count);
+        w.n = inside / count - w.part * n_units;
+        w.head = first + inside % count;
+    }
+    w.batch = w.head / p.kv_heads, w.kv_head = w.head % p.kv_heads;
+    w.head = w.head * p.group + w.part * p.part_heads;
+    int n = w.n;
+    if (p.order) n = p.order[w.batch * n_units + n];
+    int begin = min(first_query<Tile::m>(p.mask, n * Tile::cluster * Tile::n), p.m_tiles);
+    int end = p.m_tiles;
+    if (p.mask.first_key) {
+        const int2 range = p.ranges[w.batch * n_units + n];
+        begin = max(begin, range.x), end = range.y;
+    }
+    w.n = n * Tile::cluster + (Tile::cluster > 1 ? int(cluster_rank()) : 0);
+    w.begin = begin, w.end = max(begin, end);
+}
+// Writes the next unit of work where consumers read it, once that is free; false behind the last.
+template <class Tile>
+DEVICE bool publish(const BackwardParams& p, BackwardBarriers& bar, volatile BackwardWork& slot,
+                    int turn, int unit, uint32_t phase) {
+    barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
+    const bool any = unit < p.units;
+    slot.phase = phase;
+    if (any)
+        find_unit<Tile>(p, unit, slot);
+    else
+        slot.kv_head = -1;
+    barrier_arrive(&bar.work_full[turn % 2]);
+    return any;
+}
+
 // One thread that keeps the copies coming. It has 24 registers, so it reads its unit of work back
 // from shared memory where it can.
 template <class Tile>
@@ -119,27 +139,15 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         volatile BackwardWork* const slot = slots + turn % 2;
-        barrier_wait(&bar.work_empty[turn % 2], (turn / 2 + 1) % 2);
-        if (unit >= p.units) {
-            slot->kv_head = -1;
-            barrier_arrive(&bar.work_full[turn % 2]);
-            return;
-        }
-        {
-            const BackwardWork w = find_unit<Tile>(p, unit);
-            slot->n = w.n, slot->kv_head = w.kv_head, slot->part = w.part;
-            slot->begin = w.begin, slot->end = w.end, slot->phase = kv_free ^ 1;
-        }
-        barrier_arrive(&bar.work_full[turn % 2]);
+        if (!publish<Tile>(p, bar, *slot, turn, unit, kv_free ^ 1)) return;
         int m = slot->begin, left = (slot->end - m) * p.part_heads;
-        const int batch = slot->kv_head / p.kv_heads;
-        int head = slot->kv_head % p.kv_heads * p.group + slot->part * p.part_heads;
+        int head = slot->head - slot->batch * p.heads;
         if (left > 0) {
             barrier_wait(&bar.k_empty, kv_free);
             barrier_expect(&bar.k_full, Tile::kv_bytes);
-            load_tile<Tile::d, Tile::n, Tile::k_panel>(
-                shared + Tile::k_at, &p.k, &bar.k_full, slot->n * Tile::n,
-                slot->kv_head % p.kv_heads, batch, pass_through);
+            load_tile<Tile::d, Tile::n, Tile::k_panel>(shared + Tile::k_at, &p.k, &bar.k_full,
+                                                       slot->n * Tile::n, slot->kv_head,
+                                                       slot->batch, pass_through);
         }
         bool first = true;
 #pragma unroll 1
@@ -148,18 +156,18 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             const uint32_t empty = (step / 2 + 1) % 2;
             barrier_wait(&bar.q_empty[s], empty);
             barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
-            load_tile<Tile::d, Tile::m>(shared + Tile::q_at + s * Tile::q_bytes, &p.q,
-                                        &bar.q_full[s], m * Tile::m, head, batch, keep_in_l2);
             if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
                       static_cast<const RowStats<Tile::m>*>(p.stats) +
-                          int64_t((batch * p.heads + head) * p.m_tiles + m),
+                          int64_t((slot->batch * p.heads + head) * p.m_tiles + m),
                       Tile::stats_bytes, &bar.q_full[s]);
+            load_tile<Tile::d, Tile::m>(shared + Tile::q_at + s * Tile::q_bytes, &p.q,
+                                        &bar.q_full[s], m * Tile::m, head, slot->batch, keep_in_l2);
             if (first) {
                 barrier_wait(&bar.v_empty, kv_free);
                 barrier_expect(&bar.v_full, Tile::kv_bytes);
                 load_tile<Tile::d, Tile::n>(shared + Tile::v_at, &p.v, &bar.v_full,
-                                            slot->n * Tile::n, slot->kv_head % p.kv_heads, batch,
+                                            slot->n * Tile::n, slot->kv_head, slot->batch,
                                             pass_through);
                 kv_free ^= 1;
                 first = false;
@@ -167,10 +175,11 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             barrier_wait(&bar.dout_empty[s], empty);
             barrier_expect(&bar.dout_full[s], Tile::q_bytes);
             load_tile<Tile::d, Tile::m>(shared + Tile::dout_at + s * Tile::q_bytes, &p.dout,
-                                        &bar.dout_full[s], m * Tile::m, head, batch, keep_in_l2);
+                                        &bar.dout_full[s], m * Tile::m, head, slot->batch,
+                                        keep_in_l2);
             if (++m == slot->end) m = slot->begin, ++head;
         }
-        unit = p.counter ? int(gridDim.x) + atomicAdd(p.counter, 1) : p.units;
+        unit = p.counter ? int(block_count()) + atomicAdd(p.counter, 1) : p.units;
     }
 }
 

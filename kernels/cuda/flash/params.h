@@ -25,6 +25,10 @@ struct Mask {
         const int end = row + shift + 1;
         return !causal || end > keys ? keys : end < 0 ? 0 : end;
     }
+    // The first row from which on rows see this key by the causal rule, or `none`.
+    __device__ int seen_from(int key, int none) const {
+        return key >= keys ? none : causal ? key - shift : 0;
+    }
     __device__ int32_t first(int batch, int row) const {  // global position
         return first_key ? __ldg(first_key + batch * first_key_pitch + row) : INT32_MIN;
     }

@@ -35,6 +35,20 @@ DEVICE uint32_t thread_number() {
     return x;
 }
 
+// Bits [begin, begin + count), begin up to 32.
+DEVICE uint32_t bit_range(int begin, int count) {
+    uint32_t x;
+    asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(x) : "r"(begin), "r"(count));
+    return x;
+}
+
+// Read anew at every use, not kept in a register.
+DEVICE uint32_t block_count() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(x));
+    return x;
+}
+
 // --- mbarriers: a phase ends when the expected arrivals and bytes are in ------------------------
 DEVICE void barrier_init(uint64_t* b, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals)

@@ -131,6 +131,19 @@ DEVICE void repack(const float (&d)[N], uint32_t (&a)[N / 2]) {
     UNROLL for (int i = 0; i < N / 2; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
 }
 
+// Of the columns below N that a thread with l % 4 == 0 has of an accumulator's row (0, 1, 8, 9,
+// 16 ...), those in [begin, end): one bit each, in their order.
+template <int N>
+DEVICE uint32_t columns_between(int begin, int end) {
+    static_assert(N <= 128);
+    const auto below = [](int limit) {  // how many
+        const int x = min(max(limit, 0), N);
+        return x / 8 * 2 + min(x % 8, 2);
+    };
+    const int first = below(begin);
+    return bit_range(first, max(below(end) - first, 0));
+}
+
 // 4x4 transposition of 32-bit words among the four lanes of a quad: lane q ends with the words that
 // lanes 0..3 held in x[q]. Turns accumulators (two columns of each 8) into runs of eight columns.
 DEVICE void transpose_quad(uint32_t (&x)[4]) {
