@@ -355,6 +355,8 @@ int run(std::vector<std::string> filters, const std::string& tune) {
     norms(b, 16384, 1536);
     norms(b, 32768, 4096);
     norms(b, 8192, 16384);
+    activations(b, 65536, 768);
+    activations(b, 32768, 4096);
     activations(b, 65536, 3072);
     activations(b, 32768, 11008);
     embeddings(b, 65536, 768, 50304, 1024);

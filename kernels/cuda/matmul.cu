@@ -1,39 +1,13 @@
 // Matrix products on cuBLASLt. Descriptors and the algorithm are made once per shape and kept. fp32
 // products use fp32 arithmetic, never TF32. Weight gradients add into fp32 by beta = 1, which keeps
 // gradient accumulation exact over micro-batches.
-#include <array>
-#include <fstream>
 #include <map>
-#include <sstream>
 
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/matmul_search.h"
+#include "kernels/cuda/matmul_choices.h"
 
 namespace torus::cuda {
-
-// All that the choice of an algorithm depends on.
-using Key = std::array<int64_t, 14>;
-
-static Key key_of(const Product& p) {
-    const int64_t flags = int64_t(p.in) | int64_t(p.out) << 4 | int64_t(p.trans_a) << 8 |
-                          int64_t(p.trans_b) << 9 | int64_t(p.bias != nullptr) << 10 |
-                          int64_t(p.beta != 0) << 11 | int64_t(p.epilogue) << 12;
-    return {flags,
-            p.m,
-            p.n,
-            p.k,
-            p.lda,
-            p.ldb,
-            p.ldc,
-            p.ldd,
-            alignment(p.a),
-            alignment(p.b),
-            alignment(p.c),
-            alignment(p.d),
-            p.bias ? alignment(p.bias) : 0,
-            p.aux ? alignment(p.aux) : 0};
-}
 
 class Matmul {
 public:
@@ -56,9 +30,9 @@ private:
                     const std::vector<Algorithm>& proposed);
 
     cublasLtHandle_t handle_ = nullptr;  // made at the first product: planning has no GPU
-    std::map<Key, std::unique_ptr<Plan>> plans_;
+    std::map<ProductKey, std::unique_ptr<Plan>> plans_;
     std::string tuning_file_;
-    std::map<Key, Algorithm> tuned_;
+    std::map<ProductKey, Choice> tuned_;
 };
 
 bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
@@ -66,7 +40,7 @@ bool Matmul::try_run(const char* op, Stream& stream, const Product& p) {
     CHECK(stream.handle, ": ", op, " was queued without a stream");
     const Range range(op);
     if (!handle_) check(cublasLtCreate(&handle_), "cublasLtCreate");
-    const Key key = key_of(p);
+    const ProductKey key = key_of(p);
     auto found = plans_.find(key);
     if (found == plans_.end()) found = plans_.emplace(key, make_plan(op, stream, p)).first;
     Plan* const plan = found->second.get();
@@ -94,8 +68,8 @@ cublasStatus_t Matmul::launch(const char* op, Stream& stream, const Product& p, 
 std::unique_ptr<Plan> Matmul::make_plan(const char* op, Stream& stream, const Product& p) {
     auto plan = std::make_unique<Plan>(p);
     const auto kept = tuned_.find(key_of(p));
-    if (kept != tuned_.end() && usable(handle_, *plan, kept->second)) {
-        plan->algo = kept->second;
+    if (kept != tuned_.end() && usable(handle_, *plan, kept->second.algo)) {
+        plan->algo = kept->second.algo;
         return plan;
     }
     const std::vector<Algorithm> proposed = proposals(handle_, *plan, p);
@@ -112,40 +86,16 @@ Algorithm Matmul::tuned(const char* op, Stream& stream, const Product& p, const 
     };
     const Choice best =
         find_fastest(handle_, static_cast<cudaStream_t>(stream.handle), p, plan, proposed, run);
-    std::ofstream out(tuning_file_, std::ios::app);
-    for (int64_t part : key_of(p)) out << part << ' ';
-    for (uint64_t word : best.algo.data) out << word << ' ';
-    out << best.ms << ' ' << best.first_ms << '\n';
-    require(bool(out), Exit::io, "--tune-matmul: ", tuning_file_, " cannot be written");
+    append_choice(tuning_file_, key_of(p), best);
     return best.algo;
 }
 
-// The file: a line that names library and GPU, then one line per product: key, algorithm, its
-// milliseconds and those of the library's first choice (0: there was no memory to time them). A
-// file of another library or GPU is started afresh.
 void Matmul::tune(const std::string& file, const std::string& device) {
-    const std::string head = concat("cublasLt ", cublasLtGetVersion(), " ", device);
     tuning_file_ = file;
-    tuned_.clear();
     plans_.clear();
-    std::ifstream in(file);
-    std::string line;
-    if (in && std::getline(in, line) && line == head) {
-        while (std::getline(in, line)) {
-            std::istringstream fields(line);
-            Key key{};
-            Algorithm algo{};
-            for (int64_t& part : key) fields >> part;
-            for (uint64_t& word : algo.data) fields >> word;
-            require(bool(fields), Exit::bad_data, "--tune-matmul: ", file,
-                    " has a broken line; delete the file to time again: ", line);
-            tuned_[key] = algo;
-        }
-        return;
-    }
-    std::ofstream out(file, std::ios::trunc);
-    out << head << '\n';
-    require(bool(out), Exit::io, "--tune-matmul: ", file, " cannot be written");
+    const auto kept = read_choices(file, device);
+    if (!kept) start_choices(file, device);
+    tuned_ = kept.value_or(std::map<ProductKey, Choice>());
 }
 
 void CudaKernels::tune_matmul(const std::string& file) { matmul_->tune(file, device_->name()); }

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "kernels/cuda/matmul_choices.h"
 #include "test/cuda/gpu.h"
 #include "test/kernels/harness.h"
 #include "test/test.h"
@@ -56,6 +57,18 @@ TEST_CASE("tuned products are right, and kept in a file") {
     later.k->tune_matmul(file.path);
     EXPECT(same_bits(products(later), again));
     EXPECT(file.text() == kept);
+}
+
+TEST_CASE("a product's key says all that its algorithm depends on") {
+    cuda::ProductKey key{};
+    for (int64_t flags : {0x011, 0x111, 0x613, 0xA30, 0x1511, 0x2211, 0x31FF})
+        for (size_t part = 0; part < key.size(); ++part) {
+            for (size_t i = 1; i < key.size(); ++i) key[i] = i < 8 ? int64_t(100 + i) : 16 << i % 4;
+            key[0] = flags;
+            key[12] = flags & 0x400 ? 32 : 0;
+            if (part >= 8 && (part != 12 || key[12] != 0)) key[part] *= 2;
+            EXPECT(cuda::key_of(cuda::product_of(key)) == key);
+        }
 }
 
 TEST_CASE("a tuning file of another GPU is replaced, a broken one refused") {
