@@ -2,6 +2,7 @@
 // gives the same bits in every run however the blocks fall, softmax parts of very different weight
 // merge without overflow, and inputs that the kernels are not made for are refused. Skipped where
 // there is no such GPU.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -112,6 +113,32 @@ TEST_CASE("flash: the same gradients in every run") {
     same_every_time(gpu, 250, 515, 515, {4, 2, 128}, flash::Blocks::pairs);
     same_every_time(gpu, 20, 2600, 2600, {8, 1, 128}, flash::Blocks::pairs);
     same_every_time(gpu, 20, 200, 33000, {1, 1, 128}, flash::Blocks::pairs);
+}
+
+// Several in a row for each block of threads: its warpgroups pass over them at their own pace.
+TEST_CASE("flash: many query tiles that see nothing") {
+    Gpu gpu(DType::bf16);
+    if (!hopper(gpu)) return;
+    const int64_t Tq = 640, H = 128, blind = 500;
+    for (int64_t D : {64, 128})
+        for (int64_t Tk : {640, 4200}) {
+            CAPTURE(D);
+            CAPTURE(Tk);
+            const Tensors t(gpu, DType::bf16, Tq, Tk, H, 1, D);
+            Attn a = t.forward();
+            a.q0 = 0, a.k0 = blind;
+            gpu.k->attention_forward(gpu.stream, a);
+            const std::vector<double> o = t.o.all(), lse = t.lse.all();
+            int64_t wrong = 0;
+            for (int64_t row = 0; row < Tq; ++row)
+                for (int64_t h = 0; h < H; ++h) {
+                    const double* const from = &o[size_t((row * H + h) * D)];
+                    const bool zero = std::all_of(from, from + D, [](double x) { return x == 0; });
+                    const bool none = lse[size_t(h * Tq + row)] == -infinity;
+                    wrong += zero != (row < blind) || none != (row < blind);
+                }
+            EXPECT_EQ(wrong, 0);
+        }
 }
 
 TEST_CASE("flash: parts of very different weight merge") {

@@ -264,8 +264,6 @@ struct ForwardConsumer {
         const int here = stage(), next = here ^ 1;
         phases ^= 1 << 6;
         if (from) wait_for_values(here), leave_queries();
-        // Of two warpgroups the second comes later, and then they have their softmax in turns.
-        if (Tile::consumers == 2 && group == 1) named_sync<256>(3);
         output(here);
         ForwardWork after = take();
         while (after.head >= 0 && after.begin >= after.end) {
@@ -292,7 +290,6 @@ struct ForwardConsumer {
         const RowEnds ends(soft.top, soft.sum, p.scale);
         wgmma_wait<1>();
         pin(o);
-        if (Tile::consumers == 2 && group == 0) named_arrive<256>(3);
         if (from) {
             if (elected()) barrier_arrive(&bar.v_empty[here]);
             store(w, old_stage, ends);
