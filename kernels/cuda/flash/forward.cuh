@@ -165,7 +165,7 @@ struct ForwardConsumer {
         barrier_wait(&bar.work_full[slot], phases >> 9 & 1);
         ForwardWork w = slots[slot];
         // The same for all threads to the compiler, too.
-        w.begin = __shfl_sync(~0u, w.begin, 0), w.end = __shfl_sync(~0u, w.end, 0);
+        w.origin = __shfl_sync(~0u, w.origin, 0), w.count = __shfl_sync(~0u, w.count, 0);
         w.head = __shfl_sync(~0u, w.head, 0), w.batch = __shfl_sync(~0u, w.batch, 0);
         __syncwarp();  // all lanes have read the slot
         if (threadIdx.x % 32 == 0) barrier_arrive(&bar.work_empty[slot]);
@@ -223,7 +223,7 @@ struct ForwardConsumer {
             const int row = row_of(w) + 8 * r;
             high[r] = row < p.mask.queries ? p.mask.high(row) : 0;
         }
-        soft.mask(s, n * N + 2 * (threadIdx.x % 4), low, high);
+        soft.mask(s, w.origin + n * N + 2 * (threadIdx.x % 4), low, high);
     }
     // Never traps. The branch depends on every probability, so that ptxas cannot move their
     // computation behind the wait, away from under the product.
@@ -248,10 +248,10 @@ struct ForwardConsumer {
         wgmma_wait<0>();
         pin(o);
         if (elected()) barrier_arrive(&bar.v_empty[here]);
+        give_back_queries();
         repack<T>(s, probability);
         if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
             UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
-        give_back_queries();
     }
     // A step from one query tile to the next, so that the products do not stop between them: the
     // last output of `w`, which is stored, and the first scores of the tile after it, which is
@@ -266,7 +266,7 @@ struct ForwardConsumer {
         if (from) wait_for_values(here), leave_queries();
         output(here);
         ForwardWork after = take();
-        while (after.head >= 0 && after.begin >= after.end) {
+        while (after.head >= 0 && after.count <= 0) {
             store_nothing<Tile>(p, after, row_of(after));
             after = take();
         }
@@ -297,13 +297,13 @@ struct ForwardConsumer {
         }
         soft = {};
         low[0] = p.mask.local(low[0]), low[1] = p.mask.local(low[1]);
-        full_begin = (__reduce_max_sync(~0u, max(low[0], low[1])) + N - 1) / N;
-        full_end = p.mask.high(__shfl_sync(~0u, row_of(after), 0)) / N;
+        full_begin = (__reduce_max_sync(~0u, max(low[0], low[1])) - after.origin + N - 1) / N;
+        full_end = (p.mask.high(__shfl_sync(~0u, row_of(after), 0)) - after.origin) / N;
         UNROLL for (int i = 0; i < D / 2; ++i) o[i] = 0;
         wgmma_wait<0>();
         pin(s);
         if (to && elected()) barrier_arrive(&bar.k_empty[stage()]);
-        hide(after, after.end - 1);
+        hide(after, after.count - 1);
         soft.step(s, p.scale_log2);
         repack<T>(s, probability);
         if (from) {
@@ -316,8 +316,8 @@ struct ForwardConsumer {
     // out. More than one cannot be: the rows of a query tile have no more than two ends.
     DEVICE bool cut_range(ForwardWork& w) {
         const int first = first_row(w), high = p.mask.high(min(first + 63, p.mask.queries - 1));
-        const bool cut = w.end - 1 > max((high - 1) / N, w.begin);
-        w.end -= cut;
+        const bool cut = w.count - 1 > max((high - 1 - w.origin) / N, 0);
+        w.count -= cut;
         return cut;
     }
     // The output of w: merged into memory, or into the place of its queries, from where `send`
@@ -346,7 +346,7 @@ struct ForwardConsumer {
         // The reduction brings the address into a uniform register, where descriptors are made.
         const uint32_t q_tile = __reduce_max_sync(~0u, queries());
 #pragma unroll 1
-        for (int n = w.end - 2; n >= w.begin; --n) step(w, n, q_tile);
+        for (int n = w.count - 2; n >= 0; --n) step(w, n, q_tile);
     }
 
     DEVICE void run() {

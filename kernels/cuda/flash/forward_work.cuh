@@ -32,16 +32,18 @@ struct ForwardBarriers {
     uint64_t work_full[2], work_empty[2];
 };
 
-// One tile of work: M query rows of one head against the key tiles [begin, end).
+// One tile of work: M query rows of one head against `count` key tiles from key `origin` on. Tiles
+// of keys that begin where a document does have no edge there.
 struct ForwardWork {
     int m, head, batch;  // negative head: no more work
-    int begin, end;
+    int origin, count;
 };
 
-// The end of the key tiles that query tile m sees by the causal rule.
+// The key tiles that query tile m sees from key `origin` on, by the causal rule.
 template <class Tile>
-DEVICE int key_tiles_end(const Mask& mask, int m) {
-    return (mask.high(min((m + 1) * Tile::m, mask.queries) - 1) + Tile::n - 1) / Tile::n;
+DEVICE int count_key_tiles(const Mask& mask, int m, int origin) {
+    const int keys = mask.high(min((m + 1) * Tile::m, mask.queries) - 1) - origin;
+    return max(keys + Tile::n - 1, 0) / Tile::n;
 }
 
 // Unit number -> tile of work; heavy query tiles first within a section of heads, which are the
@@ -57,17 +59,18 @@ DEVICE ForwardWork find_tile(const ForwardParams& p, int unit) {
     if (p.order) {
         const int row = w.batch * p.m_tiles;
         w.m = p.order[row + inside / count];
-        w.begin = -p.lengths[row + w.m];
+        w.origin = p.origins[row + w.m], w.count = p.lengths[row + w.m];
+    } else {
+        w.count = count_key_tiles<Tile>(p.mask, w.m, 0);
     }
-    w.end = key_tiles_end<Tile>(p.mask, w.m);
-    if (p.order) w.begin += w.end;
     return w;
 }
 
-// One warp per (batch, query tile): how many key tiles it sees.
+// One warp per (batch, query tile): where the keys begin that it sees, and how many tiles they are.
 template <class Tile>
 __global__ void __launch_bounds__(32)
-    count_keys_kernel(const Mask mask, int32_t* lengths, int m_tiles, int32_t* counter) {
+    count_keys_kernel(const Mask mask, int32_t* lengths, int32_t* origins, int m_tiles,
+                      int32_t* counter) {
     const int batch = blockIdx.x / m_tiles, m = blockIdx.x % m_tiles;
     if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
     int low = mask.keys;
@@ -76,7 +79,8 @@ __global__ void __launch_bounds__(32)
         if (row < mask.queries) low = min(low, mask.low(batch, row));
     }
     low = __reduce_min_sync(~0u, low);
-    if (threadIdx.x == 0) lengths[blockIdx.x] = key_tiles_end<Tile>(mask, m) - low / Tile::n;
+    if (threadIdx.x > 0) return;
+    lengths[blockIdx.x] = count_key_tiles<Tile>(mask, m, low), origins[blockIdx.x] = low;
 }
 
 // One thread that keeps the copies coming.
@@ -85,13 +89,13 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
                             uint32_t shared) {
     tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v);
     int kv_loads = 0, q_loads = 0;              // tiles so far; they go to the two stages in turn
-    int count = 0, top = 0, batch = 0, kv = 0;  // key tiles of the unit at work, and the last one
+    int count = 0, top = 0, batch = 0, kv = 0;  // key tiles of the unit at work; the last one's key
     auto load = [&](const CUtensorMap* map, uint32_t at, uint64_t* full, uint64_t* empty, int i) {
         const int stage = (kv_loads + i) % 2;
         barrier_wait(empty + stage, ((kv_loads + i) / 2 + 1) % 2);
         barrier_expect(full + stage, Tile::kv_bytes);
         load_tile<Tile::d, Tile::n>(shared + at + stage * Tile::kv_bytes, map, full + stage,
-                                    (top - i) * Tile::n, kv, batch, keep_in_l2);
+                                    top - i * Tile::n, kv, batch, keep_in_l2);
     };
     auto load_k = [&](int i) { load(&p.k, Tile::k_at, bar.k_full, bar.k_empty, i); };
     auto load_v = [&](int i) { load(&p.v, Tile::v_at, bar.v_full, bar.v_empty, i); };
@@ -115,7 +119,8 @@ DEVICE void forward_produce(const ForwardParams& p, ForwardBarriers& bar, Forwar
         barrier_arrive(&bar.work_full[turn % 2]);
         if (count > 0) load_v(count - 1), kv_loads += count;
         if (w.head < 0) break;
-        count = w.end - w.begin, top = w.end - 1, batch = w.batch, kv = w.head / p.group;
+        count = w.count, top = w.origin + (count - 1) * Tile::n;
+        batch = w.batch, kv = w.head / p.group;
         if (count <= 0) continue;
         load_k(0);
         const int stage = q_loads % 2;

@@ -46,9 +46,9 @@ struct ForwardParams {
     Pitch o_pitch;
     Mask mask;
     int32_t* counter;  // tiles handed out beyond the first of each block; null when there are none
-    // With first_key, else null: (B, m_tiles) query tiles, the longest first, and their lengths in
-    // key tiles.
-    const int32_t *order, *lengths;
+    // With first_key, else null: (B, m_tiles) query tiles, the longest first, and of each the key
+    // tiles that it sees and the first key, where they begin.
+    const int32_t *order, *lengths, *origins;
     int32_t tiles, m_tiles;
     int32_t heads, group;   // H, H / Hk
     int32_t section_heads;  // heads whose K and V share the L2 cache
