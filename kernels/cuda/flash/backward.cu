@@ -154,7 +154,8 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     if (a.first_key) {
         const int count = p.n_tiles / cluster;
         find_kernel<M><<<unsigned(B * count), 32, 0, stream>>>(p, count, Tile::n * cluster);
-        order_kernel<<<unsigned(B), order_threads, 0, stream>>>(p.order, p.lengths, count);
+        order_kernel<<<order_blocks(B, count), 32 * order_warps, 0, stream>>>(p.order, p.lengths,
+                                                                              count);
     }
     kernel.launch(p, clusters);
     finish_kernel<Single><<<tiles, pass_threads, 0, stream>>>(p);

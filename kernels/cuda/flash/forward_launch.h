@@ -38,7 +38,8 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
         int32_t* const origins = lengths + B * m_tiles;
         count_keys_kernel<Tile><<<unsigned(B * m_tiles), 32, 0, stream>>>(
             p.mask, lengths, origins, p.m_tiles, static_cast<int32_t*>(workspace));
-        order_kernel<<<unsigned(B), order_threads, 0, stream>>>(order, lengths, p.m_tiles);
+        order_kernel<<<order_blocks(B, m_tiles), 32 * order_warps, 0, stream>>>(order, lengths,
+                                                                                p.m_tiles);
         p.order = order, p.lengths = lengths, p.origins = origins;
     } else if (p.counter) {
         cuda_check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "memset");
