@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bench/documents.h"
+#include "bench/help.h"
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/cudnn_attention.h"
 #include "kernels/cuda/flash/flash.h"
@@ -311,6 +312,7 @@ Settings parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     try {
         const Settings settings = parse(argc, argv);
         Bench bench(settings);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bench/documents.h"
+#include "bench/help.h"
 #include "comm/seq/balance.h"
 #include "comm/seq/schedule.h"
 
@@ -93,6 +94,7 @@ void row(double median, int P, int64_t B, int64_t S) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     const int64_t B = argc > 1 ? std::atoll(argv[1]) : 1,
                   S = argc > 2 ? std::atoll(argv[2]) : 65536;
     if (B < 1 || S < 1) {

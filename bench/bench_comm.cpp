@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "bench/help.h"
 #include "bench/ranks.h"
 
 using namespace torus;
@@ -197,6 +198,7 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     try {
         const Settings settings = parse(argc, argv);
         run_on_ranks(settings.ranks, argc, argv, [&](Kernels& k, Comm& device, Comm& host) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/help.h"
 #include "kernels/kernels.h"
 #include "kernels/layout.h"
 #include "kernels/rng.h"
@@ -254,6 +255,7 @@ void bench_all(const char* only) {
 }  // namespace
 
 int main(int argc, char** argv) try {
+    if (printed_help(argc, argv)) return 0;
     bench_all(argc > 1 ? argv[1] : "");
     return 0;
 } catch (const Error& e) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/help.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/float16.h"
 #include "kernels/kernels.h"
@@ -384,6 +385,7 @@ int run(std::vector<std::string> filters, const std::string& tune) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     std::vector<std::string> filters;
     std::string tune;
     for (int i = 1; i < argc; ++i) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bench/documents.h"
+#include "bench/help.h"
 #include "bench/ranks.h"
 #include "comm/seq/balance.h"
 #include "kernels/rng.h"
@@ -354,6 +355,7 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     try {
         const Settings settings = parse(argc, argv);
         run_on_ranks(settings.ranks, argc, argv, [&](Kernels& k, Comm& device, Comm& host) {

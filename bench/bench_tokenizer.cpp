@@ -2,6 +2,7 @@
 // tokenizers of 4k and 32k trained on that text, by each pre-tokenizer pattern, and tokens/s of the
 // loader from the page cache. Text: a file given as the argument, else English-like text generated
 // here. Each line is the best of five runs.
+//   bench_tokenizer [FILE]
 #include <time.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <sstream>
 
+#include "bench/help.h"
 #include "data/data.h"
 #include "data/pretokenize.h"
 #include "kernels/check.h"
@@ -164,6 +166,7 @@ void run(const char* file) {
 }  // namespace torus
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     try {
         torus::run(argc > 1 ? argv[1] : nullptr);
         return 0;

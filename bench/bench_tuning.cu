@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "bench/help.h"
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/matmul_choices.h"
 #include "kernels/cuda/matmul_search.h"
@@ -164,6 +165,7 @@ int run(const std::string& file) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (printed_help(argc, argv)) return 0;
     const std::string file = argc == 2 ? argv[1] : "";
     if (file.empty() || file[0] == '-') {
         std::fprintf(stderr,
