@@ -10,10 +10,14 @@ namespace torus {
 class GradientSum {
 public:
     // `all`: the ranks whose gradients add up; null = this one alone, and nothing is ever queued.
-    GradientSum(Kernels&, Parameters&, Comm* all);
+    // by_exchange: by exchanges and additions (comm/exchange_sum.h), else by all_reduce.
+    GradientSum(Kernels&, Parameters&, Comm* all, bool by_exchange);
     ~GradientSum();
     GradientSum(const GradientSum&) = delete;
     GradientSum& operator=(const GradientSum&) = delete;
+
+    void plan(Layout& device) const;
+    void bind(const Arena& device);
 
     // The work queued on `compute` so far has completed this component's gradients.
     void add(Stream& compute, const Component&);
@@ -21,11 +25,13 @@ public:
     void finish(Stream& compute);
 
 private:
-    Device& device_;
+    Kernels& k_;
     Parameters& params_;
     Comm* all_;
+    bool by_exchange_;
     Stream stream_;
     Event ready_, done_;
+    Tensor others_;  // by exchange: parts of other ranks' gradients
 };
 
 }  // namespace torus

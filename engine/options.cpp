@@ -113,8 +113,8 @@ std::vector<Option> machine_options() {
         {"ulysses", g, "N", "of these, ranks that exchange heads; 0 = chosen",
          &C::ulysses, {0, 65536}},
         {"exchange", g, "NAME",
-         "between GPUs that share sequences: nccl, copy (the copy engines; one machine only), or "
-         "auto: copy where it works",
+         "between GPUs: nccl, copy (the copy engines, for sums of gradients, too; one machine only), "
+         "or auto: where they share sequences copy if it works, for sums nccl",
          &C::exchange, {0, 0}, {"auto", "nccl", "copy"}},
         {"verify-sp", g, "",
          "first compare loss and gradient norms of a short batch on all ranks with rank 0 alone",

@@ -52,6 +52,7 @@ Machine::Machine(Kernels& k, const ModelConfig& model, const Family& family, con
                                                     .train = o.train,
                                                     .document_mask = o.document_mask,
                                                     .all = o.all,
+                                                    .sum_by_exchange = o.sum_by_exchange,
                                                     .record = o.record});
         step->plan(device_, pinned_);
         dims = larger(larger(dims, step->workspace_dims()), seq_->workspace());

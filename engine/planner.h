@@ -25,9 +25,10 @@ public:
         int64_t positions = 0;       // most positions a batch uses, when more than S
         Mesh* mesh = nullptr;        // null: one rank
         std::string mode = "data_parallel";
-        Comm* all = nullptr;  // the ranks whose gradients add up
-        bool logits = false;  // room for the logits of one batch (--verify)
-        bool record = false;  // see Step::Options; sequences must be whole
+        Comm* all = nullptr;           // the ranks whose gradients add up
+        bool sum_by_exchange = false;  // see GradientSum
+        bool logits = false;           // room for the logits of one batch (--verify)
+        bool record = false;           // see Step::Options; sequences must be whole
     };
     Machine(Kernels&, const ModelConfig&, const Family&, const Config&, const Options&);
 

@@ -29,7 +29,7 @@ Step::Step(Kernels& k, const ModelConfig& model, const Family& family, Parameter
       T_(tokens_of(seq.placement())),
       acts_(model, family, k.precision(), options.B, T_, options.recompute, options.train),
       uploaded_(k.device().make_event()),
-      sum_(k, params, options.all) {}
+      sum_(k, params, options.train ? options.all : nullptr, options.sum_by_exchange) {}
 
 Step::~Step() {
     for (Recorded& r : recorded_) k_.device().destroy(r.recording);
@@ -41,6 +41,7 @@ void Step::plan(Layout& device, Layout& pinned) const {
     acts_.plan(device);
     Head::plan(device, model_, p, rows(), {phase::head, phase::head});
     seq_.plan(device, pinned);
+    sum_.plan(device);
     for (const char* name : {"ids", "targets", "pos", "first_key"})
         device.add(concat("step/", name), DType::i32, {o_.B, T_});
     if (family_.rotary())
@@ -67,6 +68,7 @@ void Step::bind(const Arena& device, const Arena& pinned) {
     device_ = &device;
     acts_.bind(device);
     seq_.bind(device, pinned);
+    sum_.bind(device);
     ids_ = device["step/ids"];
     targets_ = device["step/targets"];
     pos_ = device["step/pos"];

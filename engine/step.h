@@ -21,8 +21,9 @@ public:
         int64_t positions = 0;  // most positions a batch uses, when more than S
         Recomputation recompute;
         bool train = true;
-        bool document_mask = false;  // batches carry first_key
-        Comm* all = nullptr;         // the ranks whose gradients add up; null: this one alone
+        bool document_mask = false;    // batches carry first_key
+        Comm* all = nullptr;           // the ranks whose gradients add up; null: this one alone
+        bool sum_by_exchange = false;  // see GradientSum
         // Forward and backward are recorded and replayed; the device must record, and this rank
         // hold whole sequences.
         bool record = false;

@@ -158,7 +158,8 @@ void verify_sp(const Config& config, const Setup& setup, World& world) {
                        .document_mask = c.document_mask,
                        .mesh = &world.mesh(),
                        .mode = world.choice().mode,
-                       .all = &world.data()};
+                       .all = &world.data(),
+                       .sum_by_exchange = c.exchange == Exchange::copy};
     const Numbers ranks = run_step(*kernels, c, setup, o, batches, world.dp_rank(), world.dp());
     bool failed = false;
     std::string result;

@@ -317,6 +317,17 @@ fault 'training: a component summed too early' engine/step.cpp test_engine "$tra
 ----
     if (!o_.record) sum_.add(s, c);
 END
+fault 'sum by exchange: the last rank left out' comm/exchange_sum.cpp test_comm 'comm: sums by*' <<'END'
+i < P - 1; ++i) add(sum, i);
+----
+i < P - 2; ++i) add(sum, i);
+END
+fault 'sum by exchange: this rank first' comm/exchange_sum.cpp test_comm 'comm: sums by*' <<'END'
+for (int i = 1; i < mine; ++i) add(to_me[0].data, i);
+        if (mine > 0) add(sum, 0);
+----
+for (int i = 0; i < mine; ++i) add(sum, i);
+END
 fault 'training: the embedding summed before its gradient' engine/step.cpp test_engine "$training" <<'END'
     add_up(s, params_.head());
     run_backward(s);

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "comm/exchange_sum.h"
 #include "test/comm/ranks.h"
 #include "test/comm/seq_case.h"
 #include "test/test.h"
@@ -120,6 +121,52 @@ TEST_CASE("one GPU plays the ranks: the bf16 error does not grow with their numb
             EXPECT(error[1] <= 1.2 * error[0]);
         }
     }
+}
+
+// On each rank's GPU: sums of whole numbers, with additions in vectors of 16 bytes and without.
+static void check_sums(Kernels& kernels, Comm& world) {
+    Device& device = kernels.device();
+    Stream s = device.make_stream();
+    const int P = world.size();
+    for (const int64_t n : {1, 5, 4096, 100003}) {
+        std::vector<float> x(static_cast<size_t>(n));
+        for (int64_t i = 0; i < n; ++i) x[size_t(i)] = float(i % 1000 + world.rank());
+        const int64_t room = 5000 * (P - 1);  // less than the longest needs at once
+        const Buffer memory(device, Memory::device, (n + room) * 4);
+        const Tensor sum(memory.data(), DType::f32, {n});
+        const Tensor others(sum.as<float>() + n, DType::f32, {room});
+        for (int round = 0; round < 3; ++round) {  // nobody waits between them
+            device.copy(s, sum.data, x.data(), sum.bytes());
+            sum_by_exchange(kernels, s, world, sum, others);
+        }
+        std::vector<float> got(x.size());
+        device.copy(s, got.data(), sum.data, sum.bytes());
+        device.synchronize(s);
+        for (int64_t i = 0; i < n; ++i)
+            require(got[size_t(i)] == float(P * (i % 1000) + P * (P - 1) / 2), Exit::internal,
+                    "sum ", i, " of ", n, " is ", got[size_t(i)]);
+    }
+    world.barrier(s);
+    device.destroy(s);
+}
+
+TEST_CASE("one GPU plays the ranks: sums by exchanges") {
+    const auto device = make_cuda_kernels(DType::f32, 0);
+    for (const int P : {2, 3, 8})
+        run_ranks(
+            P,
+            [&](Comm& world) {
+                const auto kernels = make_cuda_kernels(DType::f32, 0);
+                check_sums(*kernels, world);
+            },
+            &device->device());
+}
+
+TEST_CASE("nccl: sums by exchanges") {
+    run_gpus([](Comm& host, int gpu) {
+        const auto kernels = make_cuda_kernels(DType::f32, gpu);
+        each_exchange(host, gpu, [&](Comm& world) { check_sums(*kernels, world); });
+    });
 }
 
 TEST_CASE("nccl: every operation of exchange and reduction") {

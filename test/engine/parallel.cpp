@@ -43,6 +43,7 @@ struct Case {
     int64_t B = 1;  // sequences of a micro-batch
     int accumulate = 1;
     int steps = 10;
+    bool sum_by_exchange = false;
 
     int64_t sequences() const { return B * shape.dp * accumulate; }
 };
@@ -78,7 +79,8 @@ Outcome train(World& world, const ModelConfig& model, const Case& l, bool docume
                    .document_mask = documents,
                    .mesh = &world.mesh(),
                    .mode = l.mode,
-                   .all = &world.data()},
+                   .all = &world.data(),
+                   .sum_by_exchange = l.sum_by_exchange},
                   DType::f64, settings);
     Machine& m = *t.machine;
     Outcome out;
@@ -207,6 +209,7 @@ int check_modes(Problem& problem, Case l, int P, int dp = 1) {
     for (const SeqMode& mode : seq_modes())
         for (const MeshShape& shape : shapes_for(mode, P)) {
             l.mode = mode.name, l.shape = shape;
+            l.sum_by_exchange = cases % 2 == 1;
             l.shape.dp *= dp;
             problem.check(l);
             ++cases;
