@@ -256,6 +256,7 @@ void bench_all(const char* only) {
 
 int main(int argc, char** argv) try {
     if (printed_help(argc, argv)) return 0;
+    if (!only_words(argc, argv)) return int(Exit::usage);
     bench_all(argc > 1 ? argv[1] : "");
     return 0;
 } catch (const Error& e) {

@@ -389,10 +389,12 @@ int main(int argc, char** argv) {
     std::vector<std::string> filters;
     std::string tune;
     for (int i = 1; i < argc; ++i) {
-        if (std::strcmp(argv[i], "--tune") == 0 && i + 1 < argc)
+        if (std::strcmp(argv[i], "--tune") == 0 && i + 1 < argc) {
             tune = argv[++i];
-        else
-            filters.push_back(argv[i]);
+            continue;
+        }
+        if (!only_words(2, argv + i - 1)) return int(Exit::usage);
+        filters.push_back(argv[i]);
     }
     try {
         return run(std::move(filters), tune);

@@ -167,6 +167,7 @@ void run(const char* file) {
 
 int main(int argc, char** argv) {
     if (printed_help(argc, argv)) return 0;
+    if (!only_words(argc, argv)) return int(torus::Exit::usage);
     try {
         torus::run(argc > 1 ? argv[1] : nullptr);
         return 0;
