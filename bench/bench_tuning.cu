@@ -166,14 +166,13 @@ int run(const std::string& file) {
 
 int main(int argc, char** argv) {
     if (printed_help(argc, argv)) return 0;
-    const std::string file = argc == 2 ? argv[1] : "";
-    if (file.empty() || file[0] == '-') {
-        std::fprintf(stderr,
-                     "usage: bench_tuning FILE, one that train_gpt --tune-matmul has written\n");
+    if (!only_words(argc, argv)) return int(Exit::usage);
+    if (argc != 2) {
+        std::fprintf(stderr, "error: bench_tuning FILE: one file, of train_gpt --tune-matmul\n");
         return int(Exit::usage);
     }
     try {
-        return run(file);
+        return run(argv[1]);
     } catch (const Error& e) {
         std::fprintf(stderr, "bench_tuning: %s\n", e.what());
         return int(e.code);

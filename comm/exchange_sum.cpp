@@ -5,13 +5,13 @@
 
 namespace torus {
 
-constexpr int64_t vector = 4;  // elements: parts begin at 16 bytes in fp32
+constexpr int64_t step = 4;  // elements that parts begin at multiples of: 16 bytes in fp32
 
 // x has at most P parts of `most` elements; parts behind its end are shorter, or empty.
 static void sum_piece(Kernels& k, Stream& s, Comm& all, Tensor x, Tensor others, int64_t most) {
     const int P = all.size(), mine = all.rank();
     const int64_t n = x.numel();
-    const int64_t length = std::min(most, ((n + P - 1) / P + vector - 1) / vector * vector);
+    const int64_t length = std::min(most, ((n + P - 1) / P + step - 1) / step * step);
     const auto part = [&](int p) {
         const int64_t begin = std::min(n, p * length);
         return x.rows(begin, std::min(n - begin, length));
@@ -40,7 +40,7 @@ static void sum_piece(Kernels& k, Stream& s, Comm& all, Tensor x, Tensor others,
 void sum_by_exchange(Kernels& k, Stream& s, Comm& all, Tensor x, Tensor others) {
     const int P = all.size();
     if (P == 1) return;
-    const int64_t most = others.numel() / (P - 1) / vector * vector;
+    const int64_t most = others.numel() / (P - 1) / step * step;
     CHECK(most > 0, ": room for ", others.numel(), " elements of ", P - 1, " ranks");
     for (int64_t at = 0; at < x.numel(); at += P * most)
         sum_piece(k, s, all, x.rows(at, std::min(x.numel() - at, P * most)), others, most);

@@ -65,7 +65,7 @@ Machine::Options training_options(const Config& c, const Setup& setup, World& wo
                        .mesh = &world.mesh(),
                        .mode = world.choice().mode,
                        .all = world.size() > 1 ? &world.data() : nullptr,
-                       .sum_by_exchange = c.exchange == Exchange::copy,
+                       .sum_by_exchange = sums_by_exchange(c, world),
                        .record = uses_graph(c, setup, world)};
     if (c.recompute != Recompute::automatic) {
         o.recompute = c.recompute;

@@ -159,7 +159,7 @@ void verify_sp(const Config& config, const Setup& setup, World& world) {
                        .mesh = &world.mesh(),
                        .mode = world.choice().mode,
                        .all = &world.data(),
-                       .sum_by_exchange = c.exchange == Exchange::copy};
+                       .sum_by_exchange = sums_by_exchange(c, world)};
     const Numbers ranks = run_step(*kernels, c, setup, o, batches, world.dp_rank(), world.dp());
     bool failed = false;
     std::string result;

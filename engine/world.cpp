@@ -80,4 +80,12 @@ ParallelRequest parallel_request(const Config& c, int world, int ranks_per_machi
             .ranks_per_machine = ranks_per_machine};
 }
 
+bool sums_by_exchange(const Config& c, int world, int ranks_per_machine) {
+    return c.exchange == Exchange::copy && ranks_per_machine == world;
+}
+
+bool sums_by_exchange(const Config& c, const World& world) {
+    return sums_by_exchange(c, world.size(), world.local_size());
+}
+
 }  // namespace torus

@@ -72,4 +72,9 @@ private:
 ParallelRequest parallel_request(const Config&, int world, int ranks_per_machine);
 ParallelRequest parallel_request(const Config&, const World&);
 
+// Whether gradients are summed by exchanges and additions: with --exchange copy, when all ranks are
+// on one machine. Over several the groups that share sequences may still exchange by copies.
+bool sums_by_exchange(const Config&, int world, int ranks_per_machine);
+bool sums_by_exchange(const Config&, const World&);
+
 }  // namespace torus

@@ -234,6 +234,14 @@ TEST_CASE("data parallelism, sequence parallelism and accumulation together") {
     check_modes(problem, {.accumulate = 3}, 2, 2);
 }
 
+TEST_CASE("gradients are summed by exchanges when asked for, on one machine") {
+    Config c;
+    EXPECT(!sums_by_exchange(c, 8, 8));
+    c.exchange = Exchange::copy;
+    EXPECT(sums_by_exchange(c, 8, 8));
+    EXPECT(!sums_by_exchange(c, 8, 4));
+}
+
 TEST_CASE("fewer tokens than ranks") {
     Problem problem(tiny_config("gpt2"), 3, Mask::full, 4);
     check_modes(problem, {}, 4);
