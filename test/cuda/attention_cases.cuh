@@ -12,7 +12,7 @@
 
 namespace torus::test {
 
-enum class Masks { none, documents, window, random, empty };
+enum class Masks { none, documents, long_documents, window, random, empty };
 
 struct Case {
     int64_t B, Tq, Tk, H, Hk, D;
@@ -26,7 +26,8 @@ struct Case {
     bool apart = true;       // room between the heads of dout and of outputs
 
     std::string str() const {
-        static const char* names[] = {"", " documents", " window", " random", " empty"};
+        static const char* names[] = {"",        " documents", " long documents",
+                                      " window", " random",    " empty"};
         return concat("D", D, " B", B, " T", Tq, "/", Tk, " H", H, "/", Hk,
                       causal ? " causal" : " full", " q0=", q0, " k0=", k0, names[int(masks)],
                       parts ? " parts" : "", q_scale != 1 ? " scaled" : "");
@@ -59,9 +60,12 @@ inline std::vector<int32_t> first_keys(const Case& c) {
         int64_t start = 0, end = 0;
         for (int64_t i = 0; i < c.Tq; ++i) {
             const int64_t position = c.q0 + i;
-            if (position >= end) start = position, end = position + 1 + int64_t(rng() % 300);
+            if (position >= end) {
+                const bool is_long = c.masks == Masks::long_documents && rng() % 3 > 0;
+                start = position, end = position + 1 + int64_t(rng() % (is_long ? 2500 : 300));
+            }
             int64_t f = 0;
-            if (c.masks == Masks::documents) f = start;
+            if (c.masks == Masks::documents || c.masks == Masks::long_documents) f = start;
             if (c.masks == Masks::window) f = std::max<int64_t>(0, position - 100);
             if (c.masks == Masks::random) f = int64_t(rng() % uint32_t(c.k0 + c.Tk + 20));
             if (c.masks == Masks::empty) f = 1 << 30;

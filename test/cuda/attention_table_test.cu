@@ -366,6 +366,23 @@ TEST_CASE("attention table: mma.sync kernels where Hopper's are the rule") {
     expect_all(cases, /*hopper=*/false);
 }
 
+// Documents so long that units of work begin where they do.
+TEST_CASE("attention table: long documents") {
+    std::vector<Case> cases;
+    for (int64_t D : {40, 64, 96, 128})
+        for (auto [H, Hk] : {Heads{2, 2}, Heads{8, 2}}) {
+            cases.push_back({.B = 2, .Tq = 4333, .Tk = 4333, .H = H, .Hk = Hk, .D = D});
+            cases.push_back({.B = 1, .Tq = 8200, .Tk = 8200, .H = H, .Hk = Hk, .D = D});
+            cases.push_back({1, 4101, 4101, H, Hk, D, false});
+            cases.push_back({1, 3000, 5000, H, Hk, D, true, 2000, 0});
+            cases.push_back({1, 5000, 3000, H, Hk, D, true, 0, 700});
+            cases.push_back({2, 4333, 4333, H, Hk, D, true, 0, 0, Masks::none, true});
+        }
+    for (Case& c : cases) c.masks = Masks::long_documents, c.rows = 64;
+    expect_all(cases);
+    expect_all(cases, /*hopper=*/true, /*only_bf16=*/true);
+}
+
 // Few and short: compute-sanitizer has time for these.
 TEST_CASE("attention table: small shapes") {
     std::vector<Case> cases;
@@ -375,6 +392,8 @@ TEST_CASE("attention table: small shapes") {
             cases.push_back({1, T, T + 64, 4, 1, D, false, 0, 0, Masks::documents});
             if (T > 1) cases.push_back({1, T, T, 2, 2, D, true, 0, 0, Masks::window, true});
         }
+    for (int64_t D : {64, 128})
+        cases.push_back({1, 1200, 1200, 2, 1, D, true, 0, 0, Masks::long_documents});
     expect_all(cases);
 }
 

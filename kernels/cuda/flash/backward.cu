@@ -1,4 +1,4 @@
-// Launches of the Hopper attention backward: checks, scratch memory, five kernels in a row.
+// Launches of the Hopper attention backward: checks, scratch memory, a few kernels in a row.
 #include <algorithm>
 #include <cmath>
 
@@ -20,33 +20,37 @@ constexpr int64_t sums_limit = int64_t(2) << 30;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How a call is cut into units of work, and where its scratch memory lies (offsets in bytes).
-// D: the tile's columns.
+// D: the tile's columns; with_cuts: units may begin where documents do.
 struct Plan {
-    int64_t m_tiles, n_tiles, parts, section_heads;
-    int64_t stats, sums, maxima, ranges, order, flags, partial, total;
+    int64_t m_tiles, key_units, cuts, parts, section_heads;
+    int64_t stats, sums, maxima, list, order, pieces, flags, partial, total;
 
-    Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D, int64_t cluster) {
-        const int64_t M = query_rows(D), group = H / Hk;
-        m_tiles = ceil_div(Tq, M), n_tiles = ceil_div(Tk, key_rows * cluster) * cluster;
+    Plan(int64_t B, int64_t H, int64_t Hk, int64_t Tq, int64_t Tk, int64_t D, int64_t cluster,
+         bool with_cuts) {
+        const int64_t M = query_rows(D), group = H / Hk, unit_keys = key_rows * cluster;
+        cuts = with_cuts ? most_cuts(Tq, unit_keys) : 0;
+        m_tiles = ceil_div(Tq, M), key_units = ceil_div(Tk, unit_keys) + cuts;
         // The blocks at work walk over the queries in step when their walks are short; all heads of
         // a group in one unit would spread them over more of q, dout and dq than the cache holds.
         const int64_t bytes = Tq * D * 8;  // q, dout and the sums of one query head
-        const bool split = group * bytes > (int64_t(16) << 20) || B * Hk * n_tiles < 400;
+        const int64_t blocks = ceil_div(Tk, unit_keys) * cluster;  // of a head
+        const bool split = group * bytes > (int64_t(16) << 20) || B * Hk * blocks < 400;
         parts = split ? group : 1;
         const int64_t fit = (int64_t(32) << 20) / (group / parts * bytes);
-        section_heads = std::clamp(std::max(fit, ceil_div(264, n_tiles)), int64_t(1), B * Hk);
+        section_heads = std::clamp(std::max(fit, ceil_div(264, blocks)), int64_t(1), B * Hk);
         int64_t at = 256;  // the counter
         auto take = [&](int64_t size) {
             const int64_t here = at;
             at += ceil_div(size, 256) * 256;
             return here;
         };
-        const int64_t tiles = B * H * m_tiles, key_tiles = B * Hk * n_tiles;
+        const int64_t tiles = B * H * m_tiles;
         stats = take(tiles * (16 * M + 16)), sums = take(tiles * M * D * 4);
-        maxima = take(B * Hk * most_chunks * 8), ranges = take(B * n_tiles * 8);
-        order = take(B * n_tiles * 8);
-        flags = take(key_tiles * 8);
-        partial = take(parts > 1 ? key_tiles * key_rows * D * 8 : 0);
+        maxima = take(B * Hk * most_chunks * 8);
+        list = take(B * key_units * int64_t(sizeof(KeyUnit))), order = take(B * key_units * 8);
+        pieces = take(B * (cuts + 2) * int64_t(sizeof(Piece)));
+        flags = take(B * Hk * key_units * 16);
+        partial = take(parts > 1 ? B * Hk * ceil_div(Tk, 8) * 8 * D * 8 : 0);
         total = at;
     }
 };
@@ -116,7 +120,7 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     constexpr int M = Tile::m, D = Tile::d, panel = Tile::panel, cluster = Tile::cluster;
     constexpr bool one_panel = cluster > 1;  // at a time, the halves go different ways
     const int64_t B = a.q.dim(0), Tq = a.q.dim(1), H = a.q.dim(2), Tk = a.k.dim(1), Hk = a.k.dim(2);
-    const Plan at(B, H, Hk, Tq, Tk, D, cluster);
+    const Plan at(B, H, Hk, Tq, Tk, D, cluster, Tile::cuts && a.first_key);
     char* const base = static_cast<char*>(workspace);
     BackwardParams p{};
     p.q = tile_map(a.q, M, panel, one_panel), p.dout = tile_map(a.dout, M, panel, one_panel);
@@ -129,14 +133,17 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.mask = mask_of(a.first_key, a.q0, a.k0, Tq, Tk, a.causal);
     p.stats = base + at.stats, p.sums = base + at.sums;
     p.maxima = reinterpret_cast<float2*>(base + at.maxima);
-    p.ranges = reinterpret_cast<int2*>(base + at.ranges);
-    if (a.first_key)
-        p.order = reinterpret_cast<int32_t*>(base + at.order), p.lengths = p.order + B * at.n_tiles;
+    if (a.first_key) {
+        p.list = reinterpret_cast<KeyUnit*>(base + at.list);
+        p.order = reinterpret_cast<int32_t*>(base + at.order);
+        p.lengths = p.order + B * at.key_units;
+        if (at.cuts > 0) p.pieces = reinterpret_cast<Piece*>(base + at.pieces);
+    }
     p.chunks = int32_t(std::min(most_chunks, ceil_div(Tk, 512)));
-    p.partial = reinterpret_cast<float4*>(base + at.partial);
+    p.partial = reinterpret_cast<float2*>(base + at.partial);
     p.flags = reinterpret_cast<int32_t*>(base + at.flags);
-    p.m_tiles = int32_t(at.m_tiles), p.n_tiles = int32_t(at.n_tiles);
-    p.units = int32_t(B * Hk * at.n_tiles / cluster * at.parts);
+    p.m_tiles = int32_t(at.m_tiles), p.key_units = int32_t(at.key_units);
+    p.cuts = int32_t(at.cuts), p.units = int32_t(B * Hk * at.key_units * at.parts);
     p.parts = int32_t(at.parts), p.part_heads = int32_t(H / Hk / at.parts);
     p.heads = int32_t(H), p.kv_heads = int32_t(Hk), p.group = int32_t(H / Hk);
     p.batches = int32_t(B), p.section_heads = int32_t(at.section_heads);
@@ -152,10 +159,12 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
             <<<dim3(unsigned(p.chunks), unsigned(B * Hk)), pass_threads, 0, stream>>>(p);
     prepare_kernel<Single><<<tiles, pass_threads, 0, stream>>>(p);
     if (a.first_key) {
-        const int count = p.n_tiles / cluster;
-        find_kernel<M><<<unsigned(B * count), 32, 0, stream>>>(p, count, Tile::n * cluster);
-        order_kernel<<<order_blocks(B, count), 32 * order_warps, 0, stream>>>(p.order, p.lengths,
-                                                                              count);
+        if (p.pieces)
+            cut_kernel<<<unsigned(B), cut_threads, 0, stream>>>(p.mask, p.pieces, p.cuts,
+                                                                Tile::unit_keys);
+        find_kernel<M><<<unsigned(B * at.key_units), 32, 0, stream>>>(p, Tile::unit_keys);
+        order_kernel<<<order_blocks(B, at.key_units), 32 * order_warps, 0, stream>>>(
+            p.order, p.lengths, p.key_units);
     }
     kernel.launch(p, clusters);
     finish_kernel<Single><<<tiles, pass_threads, 0, stream>>>(p);
@@ -224,7 +233,7 @@ int64_t backward_workspace_bytes(int64_t batch, int64_t heads, int64_t kv_heads,
     const Round round(batch, kv_heads, group, queries, D);
     const auto bytes = [&](int64_t cluster) {
         return Plan(round.batches, round.kv_heads * group, round.kv_heads, queries, keys, D,
-                    cluster)
+                    cluster, true)
             .total;
     };
     return D == 128 ? std::max(bytes(1), bytes(2)) : bytes(1);

@@ -29,15 +29,15 @@ DEVICE int to_fixed(float x, float unit) {
     return __float_as_int(high) * 2048 + __float_as_int(rest + one_and_half);
 }
 
-// Two rows (row, row + 8) of dk or dv; what lies past the last row or column is left out.
+// Two rows (row, row + 8) of dk or dv; what lies at `end` or past the last column is left out.
 template <class Tile>
 DEVICE void store_rows(const BackwardParams& p, void* data, const Pitch& pitch, int batch, int head,
-                       int row, const float (&x)[Tile::d / 2]) {
+                       int row, int end, const float (&x)[Tile::d / 2]) {
     using T = typename Tile::Element;
     constexpr int D = Tile::d;
     const int quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
-        const bool inside = row + 8 * r < p.mask.keys;
+        const bool inside = row + 8 * r < end;
         const int64_t at = batch * pitch.batch + (row + 8 * r) * pitch.row + head * pitch.head;
         if (p.accumulate) {
             if (!inside) continue;
@@ -117,21 +117,26 @@ struct BackwardConsumer {
 
     DEVICE void store(const BackwardWork& w) {
         const Place at(shared);
-        const int64_t tile = int64_t(w.batch * p.kv_heads + w.kv_head) * p.n_tiles + w.n;
-        int32_t* const flag = p.flags + tile * 2 + at.group;
-        float4* const partial = p.partial + (tile * 2 + at.group) * (D * 32) + threadIdx.x % 128;
+        const int head = w.batch * p.kv_heads + w.kv_head;
+        const int row = w.keys.first() + at.key_row(), end = min(w.keys.end(), p.mask.keys);
+        int32_t* const flag = p.flags + (int64_t(head) * p.key_units + w.n) * 4 +
+                              (Tile::cluster > 1 ? cluster_rank() * 2 : 0) + at.group;
         UNROLL for (int i = 0; i < D / 2; ++i) dk[i] *= p.scale;
         if (w.part > 0) {
             if (at.elected) flag_wait(flag, w.part);
             at.sync();
-            if (!p.accumulate) add_partial(partial);
+            if (!p.accumulate)
+                for_partial(head, row, end, [](float& x, float& y, const float2* from) {
+                    const float2 sum = __ldcg(from);
+                    x += sum.x, y += sum.y;
+                });
         }
         if (w.part + 1 == p.parts || p.accumulate) {
-            const int row = w.n * Tile::n + at.key_row();
-            store_rows<Tile>(p, p.dv, p.dv_pitch, w.batch, w.kv_head, row, dv);
-            store_rows<Tile>(p, p.dk, p.dk_pitch, w.batch, w.kv_head, row, dk);
+            store_rows<Tile>(p, p.dv, p.dv_pitch, w.batch, w.kv_head, row, end, dv);
+            store_rows<Tile>(p, p.dk, p.dk_pitch, w.batch, w.kv_head, row, end, dk);
         } else {
-            store_partial(partial);
+            for_partial(head, row, end,
+                        [](float x, float y, float2* to) { *to = make_float2(x, y); });
         }
         if (w.part + 1 < p.parts) {
             __threadfence();
@@ -139,18 +144,20 @@ struct BackwardConsumer {
             if (at.elected) flag_set(flag, w.part + 1);
         }
     }
-    DEVICE void add_partial(const float4* from) {
-        UNROLL for (int i = 0; i < D / 8; ++i) {
-            const float4 x = __ldcg(from + i * 128), y = __ldcg(from + (D / 8 + i) * 128);
-            dk[4 * i] += x.x, dk[4 * i + 1] += x.y, dk[4 * i + 2] += x.z, dk[4 * i + 3] += x.w;
-            dv[4 * i] += y.x, dv[4 * i + 1] += y.y, dv[4 * i + 2] += y.z, dv[4 * i + 3] += y.w;
-        }
-    }
-    DEVICE void store_partial(float4* to) {
-        UNROLL for (int i = 0; i < D / 8; ++i) {
-            to[i * 128] = make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]);
-            to[(D / 8 + i) * 128] =
-                make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]);
+    // Visits this thread's part of dk and dv, two numbers at a time, and where it waits for the
+    // next part: by eights of keys, so that units may begin at any of these.
+    template <class Visit>
+    DEVICE void for_partial(int head, int row, int end, Visit visit) {
+        const int lane = threadIdx.x % 32;
+        const int64_t eights = (p.mask.keys + 7) / 8;
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const int eight = row / 8 + r;
+            if (eight * 8 >= end) continue;
+            float2* const at = p.partial + (head * eights + eight) * (8 * D) + lane;
+            UNROLL for (int j = 0; j < D / 8; ++j) {
+                visit(dk[4 * j + 2 * r], dk[4 * j + 2 * r + 1], at + j * 32);
+                visit(dv[4 * j + 2 * r], dv[4 * j + 2 * r + 1], at + (D / 8 + j) * 32);
+            }
         }
     }
 
@@ -180,11 +187,11 @@ struct BackwardConsumer {
         barrier_wait(&bar.v_full, w.phase);
         wgmma_wait<0>();
         pin(s);
-        one_step<true>(s, w.n, now, before, step, left > 1);
+        one_step<true>(s, w.keys, now, before, step, left > 1);
         advance();
 #pragma unroll 1
         while (left > 0) {
-            one_step<false>(s, w.n, now, before, step, left > 1);
+            one_step<false>(s, w.keys, now, before, step, left > 1);
             advance();
         }
         const Place at(shared);
@@ -276,12 +283,14 @@ struct BackwardConsumer {
     }
 
     // Scores of keys that a query does not see become -inf: where the causal rule or the last key
-    // cuts the tile of keys n and queries m, and where a document of queries begins in it or later.
-    DEVICE void mask(float (&s)[M / 2], const Place& at, int n, int m, uint32_t stats) {
-        const int first = n * Tile::n, key = first + at.key_row(), column = 2 * (at.lane % 4);
-        if (first + Tile::n > p.mask.high(m * M)) {
+    // of the unit cuts the tiles of keys and queries m, and where a document of queries begins in
+    // the keys or later.
+    DEVICE void mask(float (&s)[M / 2], const Place& at, TileKeys keys, int m, uint32_t stats) {
+        const int first = keys.first(), key = first + at.key_row(), column = 2 * (at.lane % 4);
+        const int end = Tile::cuts ? min(keys.end(), p.mask.keys) : p.mask.keys;
+        if (first + Tile::n > min(p.mask.high(m * M), end)) {
             UNROLL for (int r = 0; r < 2; ++r) {
-                const int query = p.mask.seen_from(key + 8 * r, m * M + M);
+                const int query = key + 8 * r < end ? p.mask.seen_from(key + 8 * r) : m * M + M;
                 const uint32_t visible = columns_between<M>(query - m * M - column, M);
                 UNROLL for (int i = 0; i < M / 4; ++i) {
                     float& x = s[i / 2 * 4 + 2 * r + i % 2];
@@ -344,7 +353,8 @@ struct BackwardConsumer {
     // One query tile. s: its scores, then those of the next one; behind the last one there is none,
     // and the product of whatever lies there is not used.
     template <bool First>
-    DEVICE void one_step(float (&s)[M / 2], int n, Query now, int before, int step, bool more) {
+    DEVICE void one_step(float (&s)[M / 2], TileKeys keys, Query now, int before, int step,
+                         bool more) {
         float dp[M / 2], dq[dq_columns / 2];
         uint32_t p16[M / 4], ds16[M / 4];
         const int stage = step % 2;
@@ -353,7 +363,7 @@ struct BackwardConsumer {
         const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
         product<Tile::panel>(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
-        mask(s, before_dp, n, now.m, stats);
+        mask(s, before_dp, keys, now.m, stats);
         probabilities(s, p16, lse_at);
         const Place at(shared);
         if constexpr (Tile::delayed && !First) {

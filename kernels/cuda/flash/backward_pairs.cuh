@@ -31,7 +31,7 @@ template <class T, Sum How>
 struct PairTile : BackwardTile<T, 128, How> {
     using Single = BackwardTile<T, 128, How>;
     using Barriers = PairBarriers;
-    static constexpr int cluster = 2, dq_pieces = 2;
+    static constexpr int cluster = 2, unit_keys = 256, dq_pieces = 2;
     static constexpr uint32_t dq_bytes = Single::by_copy ? 16384 : 0;  // 8 KB a warpgroup
     static constexpr uint32_t k_half = Single::n * 128, q_half = Single::m * 128;  // a panel
     // offsets in shared memory; the other block's keys are the 64 columns that dQ needs
@@ -66,7 +66,7 @@ DEVICE void pair_produce(const BackwardParams& p, PairControl& control, uint32_t
             barrier_expect(&bar.k_full, Tile::kv_bytes);
             for (int i = 0; i < 2; ++i)
                 tma_load(shared + Tile::k_at + i * Tile::k_half, &p.k, &bar.k_full,
-                         slot->n * Tile::n, slot->kv_head, slot->batch, pass_through, 0, i);
+                         first_key(*slot), slot->kv_head, slot->batch, pass_through, 0, i);
         }
         bool first = true;
 #pragma unroll 1
@@ -85,10 +85,12 @@ DEVICE void pair_produce(const BackwardParams& p, PairControl& control, uint32_t
             if (first) {
                 barrier_wait(&bar.v_empty, kv_free);
                 barrier_expect(&bar.v_full, Tile::kv_bytes + Tile::k_half);
-                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, slot->n * Tile::n, slot->kv_head,
-                         slot->batch, pass_through);
-                tma_load(shared + Tile::other_k_at, &p.k, &bar.v_full, (slot->n ^ 1) * Tile::n,
-                         slot->kv_head, slot->batch, pass_through, 0, cluster_rank());
+                const int keys = first_key(*slot);
+                const int other_keys = keys + (cluster_rank() == 0 ? Tile::n : -Tile::n);
+                tma_load(shared + Tile::v_at, &p.v, &bar.v_full, keys, slot->kv_head, slot->batch,
+                         pass_through);
+                tma_load(shared + Tile::other_k_at, &p.k, &bar.v_full, other_keys, slot->kv_head,
+                         slot->batch, pass_through, 0, cluster_rank());
                 kv_free ^= 1;
                 first = false;
             }
@@ -167,14 +169,14 @@ struct PairConsumer : BackwardConsumer<Tile> {
         barrier_wait(&bar.v_full, w.phase);
         wgmma_wait<0>();
         pin(s);
-        one_step<true, false>(s, w.n, now, before, step, left > 1);
+        one_step<true, false>(s, w.keys, now, before, step, left > 1);
         advance();
 #pragma unroll 1
         while (left > 0) {
             if (has_turn(step))
-                one_step<false, true>(s, w.n, now, before, step, left > 1);
+                one_step<false, true>(s, w.keys, now, before, step, left > 1);
             else
-                one_step<false, false>(s, w.n, now, before, step, left > 1);
+                one_step<false, false>(s, w.keys, now, before, step, left > 1);
             advance();
         }
         const Place at(shared);
@@ -238,7 +240,7 @@ struct PairConsumer : BackwardConsumer<Tile> {
     // One query tile, as in backward.cuh. Under the arithmetic on dS runs dQ of the tile before, or
     // where this warpgroup has none to make, dV.
     template <bool First, bool HasTurn>
-    DEVICE void one_step(float (&s)[M / 2], int n, Query now, int before, uint32_t step,
+    DEVICE void one_step(float (&s)[M / 2], TileKeys keys, Query now, int before, uint32_t step,
                          bool more) {
         float dp[M / 2], dq[32];
         uint32_t p16[M / 4], ds16[M / 4];
@@ -249,7 +251,7 @@ struct PairConsumer : BackwardConsumer<Tile> {
         barrier_wait(&bar.dout_full[stage], phase_of(step));
         this->template product<Tile::panel>(dp, before_dp, Tile::v_at,
                                             Tile::dout_at + stage * Tile::q_bytes);
-        this->mask(s, before_dp, n, now.m, stats);
+        this->mask(s, before_dp, keys, now.m, stats);
         this->probabilities(s, p16, lse_at);
         const Place at(shared);
         const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;

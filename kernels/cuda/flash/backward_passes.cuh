@@ -1,11 +1,10 @@
 // The small kernels around the attention backward: `measure` finds the largest keys and values of
-// each head (for the units of dq), `prepare` lays out what the main kernel reads
-// per query row and clears the sums, `find` gives the query tiles that see a key tile when there is
-// a first_key, and `finish` turns the sums into dq. All are bound by memory traffic and small
-// beside the main kernel.
+// each head (for the units of dq), `prepare` lays out what the main kernel reads per query row and
+// clears the sums, `find` divides the keys when there is a first_key, and `finish` turns the
+// sums into dq. All are bound by memory traffic and small beside the main kernel.
 #pragma once
 #include "kernels/cuda/flash/backward.cuh"
-#include "kernels/cuda/flash/order.cuh"
+#include "kernels/cuda/flash/documents.cuh"
 
 namespace torus::flash {
 
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     const int tile = blockIdx.x, bh = tile / p.m_tiles, m = tile % p.m_tiles;
     const int batch = bh / p.heads, head = bh % p.heads, warp = threadIdx.x / 32;
     if (tile == 0 && threadIdx.x == 0 && p.counter) *p.counter = 0;
-    const int64_t flags = int64_t(p.batches) * p.kv_heads * p.n_tiles * 2;
+    const int64_t flags = int64_t(p.batches) * p.kv_heads * p.key_units * 4;
     for (int64_t i = int64_t(tile) * pass_threads + threadIdx.x; i < flags;
          i += int64_t(gridDim.x) * pass_threads)
         p.flags[i] = 0;
@@ -146,20 +145,24 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     if (threadIdx.x == 0) stats.low_min = low_min, stats.low_max = low_max;
 }
 
-// One warp per (batch, key tile or pair of them), `count` times `n_rows` keys.
+// One warp per (batch, unit of its keys).
 template <int M>
-__global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int count, int n_rows) {
-    const int batch = blockIdx.x / count, n = blockIdx.x % count;
-    const int last_key = min((n + 1) * n_rows, p.mask.keys) - 1;
+__global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int unit_keys) {
+    const int batch = blockIdx.x / p.key_units, unit = blockIdx.x % p.key_units;
+    const Span span = span_of(p.pieces, batch, p.cuts, unit, p.mask.keys);
+    const int first = span.first + (unit - span.unit) * unit_keys;
+    KeyUnit found{0, 0, p.m_tiles, 0};
+    if (first < span.end) found.first = first, found.end = min(first + unit_keys, span.end);
     const RowStats<M>* const stats =
         static_cast<const RowStats<M>*>(p.stats) + int64_t(batch) * p.heads * p.m_tiles;
-    int begin = p.m_tiles, end = 0;
     for (int m = threadIdx.x; m < p.m_tiles; m += 32)
-        if (stats[m].low_min <= last_key) begin = min(begin, m), end = max(end, m + 1);
-    begin = __reduce_min_sync(~0u, begin), end = __reduce_max_sync(~0u, end);
+        if (stats[m].low_min < found.end)
+            found.begin = min(found.begin, m), found.stop = max(found.stop, m + 1);
+    found.begin = __reduce_min_sync(~0u, found.begin);
+    found.stop = __reduce_max_sync(~0u, found.stop);
     if (threadIdx.x > 0) return;
-    p.ranges[blockIdx.x] = make_int2(begin, end);
-    p.lengths[blockIdx.x] = end - max(begin, first_query<M>(p.mask, n * n_rows));
+    p.list[blockIdx.x] = found;
+    p.lengths[blockIdx.x] = found.stop - max(found.begin, first_query<M>(p.mask, found.first));
 }
 
 // One block per (batch, head, query tile); the threads stand for the consumers of the main kernel.

@@ -22,6 +22,10 @@ struct BackwardTile {
     static constexpr bool exact = Exact;
     static constexpr int d = D, m = D == 64 ? 128 : 64, n = 128, consumers = 2, threads = 384;
     static constexpr int cluster = 1;  // blocks that work on one unit, a key tile each
+    static constexpr int unit_keys = n;
+    // Whether units are cut where documents begin. By query tiles of 128 rows that gains nothing:
+    // these would have to begin with the keys.
+    static constexpr bool cuts = m == 64;
     static constexpr int producer_registers = 24, consumer_registers = 240;
     static constexpr bool delayed = D > 64;  // dQ of a step runs in the next one
     // The warpgroups share dQ by rows at M 128, by columns at M 64. Of K they then read halves of
@@ -41,9 +45,22 @@ struct BackwardTile {
     static constexpr int shared_bytes = stats_at + 2 * stats_bytes + 1024;
 };
 
+// The keys of one block in a unit of work, in one register: the first, a multiple of 8, and how
+// many of the tile's 128 there are, rounded up to 8. The rest belongs to the next unit.
+struct TileKeys {
+    uint32_t bits;
+
+    DEVICE static TileKeys of(int first, int end) {
+        return {uint32_t(first / 8) << 5 | uint32_t(min(max(end - first + 7, 0) / 8, 16))};
+    }
+    DEVICE int first() const { return int(bits >> 5) * 8; }
+    DEVICE int end() const { return first() + int(bits & 31) * 8; }  // perhaps behind all keys
+};
+
 // A key tile of one kv head against the query tiles [begin, end) of the query heads of one part.
 struct BackwardWork {
-    int n, kv_head;  // negative kv_head: no more work
+    TileKeys keys;
+    int n, kv_head;  // n: of the unit among those of its head; negative kv_head: no more work
     int head;        // the first query head of the part, counted through all batches
     int begin, end;
     uint32_t phase;  // parity of the loads of K and V
@@ -88,29 +105,27 @@ DEVICE void init_barriers(BackwardBarriers& bar) {
 // By the producer, with its few registers, so that consumers need not wait for divisions.
 template <class Tile>
 DEVICE void find_unit(const BackwardParams& p, int unit, volatile BackwardWork& w) {
-    const int n_units = p.n_tiles / Tile::cluster;
     {
-        const int per_head = p.parts * n_units;
+        const int per_head = p.parts * p.key_units;
         const int section = unit / (p.section_heads * per_head);
         const int inside = unit - section * p.section_heads * per_head;
         const int first = section * p.section_heads;
         const int count = min(p.section_heads, p.batches * p.kv_heads - first);
-        w.part = inside / (n_units * count);
-        w.n = inside / count - w.part * n_units;
+        w.part = inside / (p.key_units * count);
+        w.n = inside / count - w.part * p.key_units;
         w.head = first + inside % count;
     }
     w.batch = w.head / p.kv_heads, w.kv_head = w.head % p.kv_heads;
     w.head = w.head * p.group + w.part * p.part_heads;
-    int n = w.n;
-    if (p.order) n = p.order[w.batch * n_units + n];
-    int begin = min(first_query<Tile::m>(p.mask, n * Tile::cluster * Tile::n), p.m_tiles);
-    int end = p.m_tiles;
-    if (p.mask.first_key) {
-        const int2 range = p.ranges[w.batch * n_units + n];
-        begin = max(begin, range.x), end = range.y;
+    KeyUnit keys{w.n * Tile::unit_keys, (w.n + 1) * Tile::unit_keys, 0, p.m_tiles};
+    if (p.list) {
+        w.n = p.order[w.batch * p.key_units + w.n];
+        keys = p.list[w.batch * p.key_units + w.n];
     }
-    w.n = n * Tile::cluster + (Tile::cluster > 1 ? int(cluster_rank()) : 0);
-    w.begin = begin, w.end = max(begin, end);
+    const int begin = max(keys.begin, min(first_query<Tile::m>(p.mask, keys.first), p.m_tiles));
+    w.begin = begin, w.end = max(begin, keys.stop);
+    if (Tile::cluster > 1) keys.first += int(cluster_rank()) * Tile::n;
+    w.keys.bits = TileKeys::of(keys.first, keys.end).bits;
 }
 // Writes the next unit of work where consumers read it, once that is free; false behind the last.
 template <class Tile>
@@ -126,6 +141,8 @@ DEVICE bool publish(const BackwardParams& p, BackwardBarriers& bar, volatile Bac
     barrier_arrive(&bar.work_full[turn % 2]);
     return any;
 }
+
+DEVICE int first_key(const volatile BackwardWork& w) { return TileKeys{w.keys.bits}.first(); }
 
 // One thread that keeps the copies coming. It has 24 registers, so it reads its unit of work back
 // from shared memory where it can.
@@ -146,8 +163,8 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             barrier_wait(&bar.k_empty, kv_free);
             barrier_expect(&bar.k_full, Tile::kv_bytes);
             load_tile<Tile::d, Tile::n, Tile::k_panel>(shared + Tile::k_at, &p.k, &bar.k_full,
-                                                       slot->n * Tile::n, slot->kv_head,
-                                                       slot->batch, pass_through);
+                                                       first_key(*slot), slot->kv_head, slot->batch,
+                                                       pass_through);
         }
         bool first = true;
 #pragma unroll 1
@@ -167,7 +184,7 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
                 barrier_wait(&bar.v_empty, kv_free);
                 barrier_expect(&bar.v_full, Tile::kv_bytes);
                 load_tile<Tile::d, Tile::n>(shared + Tile::v_at, &p.v, &bar.v_full,
-                                            slot->n * Tile::n, slot->kv_head, slot->batch,
+                                            first_key(*slot), slot->kv_head, slot->batch,
                                             pass_through);
                 kv_free ^= 1;
                 first = false;

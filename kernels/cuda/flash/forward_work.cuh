@@ -1,7 +1,7 @@
 // How the attention forward is divided: tile shapes and shared memory, the query tiles that blocks
 // draw from a counter, and the thread that copies their tiles in. See forward.cuh.
 #pragma once
-#include "kernels/cuda/flash/order.cuh"
+#include "kernels/cuda/flash/documents.cuh"
 #include "kernels/cuda/flash/params.h"
 #include "kernels/cuda/flash/wgmma.cuh"
 

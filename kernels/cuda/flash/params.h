@@ -25,10 +25,8 @@ struct Mask {
         const int end = row + shift + 1;
         return !causal || end > keys ? keys : end < 0 ? 0 : end;
     }
-    // The first row from which on rows see this key by the causal rule, or `none`.
-    __device__ int seen_from(int key, int none) const {
-        return key >= keys ? none : causal ? key - shift : 0;
-    }
+    // The first row from which on rows see this key by the causal rule.
+    __device__ int seen_from(int key) const { return causal ? key - shift : 0; }
     __device__ int32_t first(int batch, int row) const {  // global position
         return first_key ? __ldg(first_key + batch * first_key_pitch + row) : INT32_MIN;
     }
@@ -80,6 +78,17 @@ struct RowStats {
     int32_t low_min, low_max, unused[2];
 };
 
+// A piece of the keys, up to the next one: its first key, and the number of its first unit of work.
+// See documents.cuh.
+struct Piece {
+    int32_t first, unit;
+};
+
+// The keys [first, end) of one unit of work and the query tiles [begin, stop) that see any of them.
+struct KeyUnit {
+    int32_t first, end, begin, stop;
+};
+
 struct BackwardParams {
     CUtensorMap q, k, v, dout;
     void *dq, *dk, *dv;  // T, or float with accumulate
@@ -94,14 +103,16 @@ struct BackwardParams {
     void* sums;        // dq, float or fixed point (B*H, m_tiles, M*D), in the accumulators' order
     float2*
         maxima;  // (B*Hk, chunks): largest |k|, largest squared norm of a row of v; unless plain
-    // With first_key, of each key tile or pair of them: (B, n_tiles or half of it) the query tiles
-    // that see it; their order, the longest first, else null, and their lengths in query tiles.
-    int2* ranges;
+    // With first_key, else null: the units of each batch, their order, the longest first, and their
+    // lengths in query tiles, each (B, key_units); the pieces of the keys (B, cuts + 2), null when
+    // there are no cuts. The last piece begins behind the last key.
+    KeyUnit* list;
     int32_t *order, *lengths;
-    float4* partial;  // with parts: dk, dv so far (B*Hk, n_tiles, 2, D*128) in accumulator order
-    int32_t* flags;   // with parts: (B*Hk, n_tiles, 2) parts that are done, per warpgroup
+    Piece* pieces;
+    float2* partial;  // with parts: dk, dv so far (B*Hk, ceil(Tk/8), 2, 8*D), see for_partial
+    int32_t* flags;   // with parts: (B*Hk, key_units, 4) parts that are done, per warpgroup
     int32_t chunks;
-    int32_t m_tiles, n_tiles, units;  // n_tiles: even for pairs of blocks
+    int32_t m_tiles, key_units, cuts, units;  // key_units, cuts: of a head
     int32_t heads, kv_heads, group, batches;
     int32_t parts,
         part_heads;         // the query heads of a group go in `parts` units, one after the other
