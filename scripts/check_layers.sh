@@ -89,6 +89,7 @@ check_lengths() {
                     printf "%s:%d: function of %d lines; at most %d\n", FILENAME, at[column],
                            FNR - at[column] + 1, max
                 at[column] = 0
+                if (column == 0) at[4] = 0  # fields of a struct that has ended
             } else if (text !~ /^(public|private|protected)?:/) {
                 # Inside a function the statements of column 4 are no signatures.
                 if (column == 4 && at[0] && !type[0]) next
@@ -143,6 +144,10 @@ self_test() {
     plant "long struct of short functions" model/a.cpp 0 < <(
         echo 'struct A {'; for ((i = 0; i < 60; ++i)); do
             echo "    void f$i() {"; echo '        return;'; echo '    }'; done; echo '};')
+    plant "fields, then short functions" model/a.cpp 0 < <(
+        echo 'struct A {'; echo '    int a;'; echo '};'; for ((i = 0; i < 60; ++i)); do
+            echo "void f$i() {"; echo '    return;'; echo '}'; done
+        echo 'void g() {'; echo '    for (;;) {'; echo '    }'; echo '}')
     plant "long CUDA kernel" kernels/cuda/a.cu 0 < <(
         echo '__global__ void f() {'; lines 150; echo '}')
     plant "note in the code" data/a.cpp 1 <<<"// TO""DO: later"
