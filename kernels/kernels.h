@@ -58,12 +58,12 @@ struct AttnGrad {
     Tensor q, k, v;     // as in Attn
     Tensor dout;        // act (B,Tq,H,D) (pitched)
     Tensor lse, delta;  // stat (B,H,Tq)
-    Tensor dq, dk, dv;  // act, or stat with `accumulate`; (pitched)
+    Tensor dq, dk, dv;  // all act or, for sums over blocks, all stat; (pitched)
     Tensor first_key;   // as in Attn
     int64_t q0 = 0, k0 = 0;
     double scale = 0;
     bool causal = true;
-    bool accumulate = false;  // dq, dk, dv += (in stat precision, for rings); else overwritten
+    bool add_q = false, add_kv = false;  // dq +=, dk and dv += (stat only); else overwritten
     Tensor o = {};  // optional, act (B,Tq,H,D) (pitched): for cuDNN, which makes its own delta
 };
 

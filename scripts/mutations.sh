@@ -97,11 +97,11 @@ fault 'K and V of two hops swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
                                       .slice(1, span.at, span.rows));
 END
 fault 'K and V swapped' comm/seq/ring.cpp test_comm "$modes" <<'END'
-.k = half(keys.kv, p, 0),
-                                     .v = half(keys.kv, p, 1),
+.k = half(keys.kv, 0),
+                                     .v = half(keys.kv, 1),
 ----
-.k = half(keys.kv, p, 1),
-                                     .v = half(keys.kv, p, 0),
+.k = half(keys.kv, 1),
+                                     .v = half(keys.kv, 0),
 END
 fault 'causal off by one' comm/seq/schedule.cpp test_comm "$modes" <<'END'
 const int64_t end = std::min(keys.end(), q[run].end());
@@ -129,16 +129,34 @@ first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
 first = 0 * row[0];
 END
 fault 'returned dK and dV counted twice' comm/seq/ring.cpp test_comm "$modes" <<'END'
-k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+            k_.add(s, to, to, from);
 ----
-k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
-                k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+            k_.add(s, to, to, from);
+        k_.add(s, to, to, from);
 END
 fault 'returned dK and dV divided by the ranks' comm/seq/ring.cpp test_comm "$modes" <<'END'
-k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+        const Tensor from = home.rows(b, 1).slice(1, at, rows);
 ----
-k_.scale(s, home, 1.0 / ranks());
-                k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
+        const Tensor from = home.rows(b, 1).slice(1, at, rows);
+        k_.scale(s, from, 1.0 / ranks());
+END
+fault 'results written over those of an earlier block' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
+if (whole && fresh == box.count())
+----
+if (whole && fresh > 0)
+END
+fault 'results of some heads written over all' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
+if (whole && fresh == box.count())
+----
+if (fresh == box.count())
+END
+fault 'results added to what lay there before' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
+    for (const RowBox& b : taken) clear(b);
+----
+END
+fault 'sums of rows without results not cleared' comm/seq/ring.cpp test_comm "$modes" <<'END'
+    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv));
+----
 END
 fault 'work counted as if there were no documents' comm/seq/balance.cpp test_comm 'balance*' <<'END'
 std::max<int64_t>(i + 1 - first_key[b * S + i], 0);
@@ -184,12 +202,12 @@ if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
 if (c.masked) each_sequence(recvs, w.pair.q, Tensor(q.lse.data, DType::i32, q.first_key.shape));
 END
 fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    if (w.helps(me_)) k_.fill(s, c.back ? q.dq : q.o, 0);
+    f.dq = result, f.fresh = {B, n};
 ----
-    if (w.helps(me_) && !c.back) k_.fill(s, q.o, 0);
+    f.dq = result;
 END
 fault 'one buffer where two are needed' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    slots_ = remote_steps > 1 ? 2 : 1;
+    slots_ = most.remote_steps > 1 ? 2 : 1;
 ----
     slots_ = 1;
 END

@@ -20,11 +20,13 @@ struct Queries {
     Tensor q, dout, first_key;  // act (B,rows,H,D) twice, optional i32 (B,rows)
     Tensor o, dq;               // stat (B,rows,H,D)
     Tensor lse, delta;          // stat (B*H*rows), run by run
+    FreshRows fresh;            // of dq
     int64_t lo = 0;
 };
 // One rank's keys and values: all of mine, or the spans that were fetched.
 struct Keys {
-    Tensor kv, dkv;  // act, stat (B,rows,2*Hk,D): keys first
+    Tensor kv, dkv;   // act, stat (B,rows,2*Hk,D): keys first
+    FreshRows fresh;  // of dkv
 };
 // One forward or backward.
 struct Call {
@@ -124,12 +126,12 @@ private:
     Call start(Stream& s, bool back, const AttnGradIn& g) const;
     Queries fetched_queries(const Call& c, int step) const;
     Keys fetched_keys(const Call& c, int step) const;
-    void loop(Stream& s, const Call& c);
+    void loop(Stream& s, Call& c);
     bool anything_travels(const Call& c, int t) const;
     void blocks_in(const Call& c, int step, List& sends, List& recvs) const;
     void results_home(const Call& c, int step, List& sends, List& recvs) const;
-    void compute(Stream& s, const Call& c, int step, bool late) const;
-    void collect(Stream& s, const Call& c, int step) const;
+    void compute(Stream& s, Call& c, int step, bool late) const;
+    void collect(Stream& s, Call& c, int step) const;
 
     Kernels& k_;
     Comm& comm_;
@@ -158,54 +160,35 @@ private:
 // all that another holds.
 void RingAttention::lay_out() {
     const int64_t B = d_.B, H = d_.H, kv_width = 2 * d_.Hk * d_.D, q_width = H * d_.D;
-    int64_t keys = 0, queries = 0, home_keys = 0, home_queries = 0;  // most rows of any step
-    int remote_steps = 0;
-    for (const auto& step : plain_) {
-        const Work& mine = step[size_t(me_)];
-        if (mine.fetches_keys(me_)) keys = std::max(keys, mine.k_rows());
-        if (mine.helps(me_)) queries = std::max(queries, mine.q_rows());
-        remote_steps += mine.fetches_keys(me_) || mine.helps(me_);
-        int fetched = 0, helped = 0;
-        for (int x = 0; x < ranks(); ++x) {
-            const Work& w = step[size_t(x)];
-            if (w.fetches_keys(x) && w.pair.k == me_) {
-                home_keys = std::max(home_keys, w.k_rows());
-                ++fetched;
-            }
-            if (w.helps(x) && w.pair.q == me_) {
-                home_queries = std::max(home_queries, w.q_rows());
-                ++helped;
-            }
-        }
-        CHECK(fetched <= 1 && helped <= 1, ": one buffer receives what comes home in a step");
-        has_helper_ = has_helper_ || helped > 0;
-    }
+    Extent most = extent_of(plain_, me_);
+    has_helper_ = most.home_queries > 0;
     if (p_.by_work) {
         for (int x = 0; x < ranks(); ++x)
-            if (x != me_) keys = std::max(keys, tokens(x));
-        home_keys = T_;
-        remote_steps = steps() - 1;
+            if (x != me_) most.keys = std::max(most.keys, tokens(x));
+        most.home_keys = T_;
+        most.remote_steps = steps() - 1;
     }
-    slots_ = remote_steps > 1 ? 2 : 1;
+    slots_ = most.remote_steps > 1 ? 2 : 1;
     const DType act = k_.precision().act, stat = k_.precision().stat;
     for (const bool back : {false, true}) {
         Layout& l = back ? backward_ : forward_;
         const int64_t in = back ? 2 : 1;  // q and dout, lse and delta travel in backward
+        const int64_t kv_out = back ? most.keys * kv_width : 0;
         l.add("kv", act, {B, T_, kv_width});
         l.add("q", act, {B, has_helper_ ? T_ : 0, in * q_width});
         l.add("stats", stat, {in, B, H, T_});
         l.add("q_result", stat, {B, T_, q_width});
         l.add("kv_result", stat, {B, back ? T_ : 0, kv_width});
-        l.add("home_q", stat, {B, home_queries, q_width});
-        l.add("home_lse", stat, {B, H, back ? 0 : home_queries});
-        l.add("home_kv", stat, {B, back ? home_keys : 0, kv_width});
+        l.add("home_q", stat, {B, most.home_queries, q_width});
+        l.add("home_lse", stat, {B, H, back ? 0 : most.home_queries});
+        l.add("home_kv", stat, {B, back ? most.home_keys : 0, kv_width});
         for (int i = 0; i < slots_; ++i) {
             const auto n = std::to_string(i);
-            const int64_t kv_out = back ? keys * kv_width : 0;
-            l.add("block" + n, act, {B, std::max(keys * kv_width, in * queries * q_width)});
-            l.add("block_stats" + n, stat, {in, B, H, queries});
-            l.add("block_first_key" + n, DType::i32, {B, queries});
-            l.add("result" + n, stat, {B, std::max(kv_out, queries * q_width)});
+            l.add("block" + n, act,
+                  {B, std::max(most.keys * kv_width, in * most.queries * q_width)});
+            l.add("block_stats" + n, stat, {in, B, H, most.queries});
+            l.add("block_first_key" + n, DType::i32, {B, most.queries});
+            l.add("result" + n, stat, {B, std::max(kv_out, most.queries * q_width)});
         }
     }
 }
@@ -233,7 +216,7 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
         f.o = result;
         return f;
     }
-    f.dq = result;
+    f.dq = result, f.fresh = {B, n};
     f.dout = block.slice(2, H, H);
     f.delta = stats.slice(0, B * H * n, B * H * n);
     return f;
@@ -242,7 +225,7 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
 Keys RingAttention::fetched_keys(const Call& c, int step) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
-    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}};
+    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .fresh = {d_.B, w.k_rows()}};
     if (c.back) f.dkv = buffer(c.buffers, "result", step, shape);
     return f;
 }
@@ -326,24 +309,32 @@ void RingAttention::results_home(const Call& c, int step, List& sends, List& rec
 // --- what is computed ---------------------------------------------------------------------------
 
 // When results of the last step go home, a share of the local step is left to hide their way.
-void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const {
+void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const Share all{0, w.pieces.size(), 0, d_.B, 0, d_.Hk};
     const bool splits = step == 0 && anything_travels(c, steps());
     const Share mine = splits ? share_of(all, late) : all;
     if (mine.empty() || (late && !splits)) return;
-    const Queries q = w.helps(me_) ? fetched_queries(c, step) : c.queries;
-    const Keys keys = w.fetches_keys(me_) ? fetched_keys(c, step) : c.keys;
-    if (w.helps(me_)) k_.fill(s, c.back ? q.dq : q.o, 0);
+    Queries fetched_q;
+    Keys fetched_k;
+    if (w.helps(me_)) fetched_q = fetched_queries(c, step);
+    if (w.fetches_keys(me_)) fetched_k = fetched_keys(c, step);
+    Queries& q = w.helps(me_) ? fetched_q : c.queries;
+    Keys& keys = w.fetches_keys(me_) ? fetched_k : c.keys;
+    if (w.helps(me_) && !c.back) k_.fill(s, q.o, 0);
     if (w.helps(me_) && !c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
-    if (c.back && w.fetches_keys(me_)) k_.fill(s, keys.dkv, 0);
-    const auto half = [&](const Tensor& kv, const Piece& p, int which) {
-        const int64_t row = w.fetches_keys(me_) ? w.in_block(p.k_row) : p.k_row;
-        return mine.of(kv, 2, 1, which * d_.Hk).slice(1, row, p.k_rows);
+    // Whether results are to be added to what earlier pieces left in these rows.
+    const auto adds = [&](FreshRows& fresh, const Tensor& sum, int64_t row, int64_t rows) {
+        return !fresh.take({mine.batch, mine.batch_end, row, row + rows},
+                           mine.head_end - mine.head == d_.Hk, clear_rows(k_, s, sum));
     };
     for (size_t i = mine.piece; i < mine.piece_end; ++i) {
         const Piece& p = w.pieces[i];
         const int64_t q_row = p.q_row - q.lo, group = d_.H / d_.Hk;
+        const int64_t k_row = w.fetches_keys(me_) ? w.in_block(p.k_row) : p.k_row;
+        const auto half = [&](const Tensor& kv, int which) {
+            return mine.of(kv, 2, 1, which * d_.Hk).slice(1, k_row, p.k_rows);
+        };
         const auto rows = [&](const Tensor& t) { return t.slice(1, q_row, p.q_rows); };
         const auto queries = [&](const Tensor& t) { return mine.of(rows(t), 2, group); };
         const auto stats = [&](const Tensor& t) {
@@ -352,24 +343,25 @@ void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const
         const Tensor first_key = c.masked ? mine.sequences(rows(q.first_key)) : Tensor();
         if (c.back) {
             k_.attention_backward(s, {.q = queries(q.q),
-                                      .k = half(keys.kv, p, 0),
-                                      .v = half(keys.kv, p, 1),
+                                      .k = half(keys.kv, 0),
+                                      .v = half(keys.kv, 1),
                                       .dout = queries(q.dout),
                                       .lse = stats(q.lse),
                                       .delta = stats(q.delta),
                                       .dq = queries(q.dq),
-                                      .dk = half(keys.dkv, p, 0),
-                                      .dv = half(keys.dkv, p, 1),
+                                      .dk = half(keys.dkv, 0),
+                                      .dv = half(keys.dkv, 1),
                                       .first_key = first_key,
                                       .q0 = p.q0,
                                       .k0 = p.k0,
                                       .scale = scale_,
                                       .causal = p.causal,
-                                      .accumulate = true});
+                                      .add_q = adds(q.fresh, q.dq, q_row, p.q_rows),
+                                      .add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows)});
         } else {
             k_.attention_forward(s, {.q = queries(q.q),
-                                     .k = half(keys.kv, p, 0),
-                                     .v = half(keys.kv, p, 1),
+                                     .k = half(keys.kv, 0),
+                                     .v = half(keys.kv, 1),
                                      .o = queries(q.o),
                                      .lse = stats(q.lse),
                                      .first_key = first_key,
@@ -380,27 +372,33 @@ void RingAttention::compute(Stream& s, const Call& c, int step, bool late) const
                                      .carry = true});
         }
     }
+    if (c.back && w.helps(me_)) q.fresh.take_rest(clear_rows(k_, s, q.dq));
 }
 
 // Adds what came home of `step`.
-void RingAttention::collect(Stream& s, const Call& c, int step) const {
+void RingAttention::collect(Stream& s, Call& c, int step) const {
+    const auto add = [&](FreshRows& fresh, const Tensor& sum, const Tensor& home, int64_t b,
+                         int64_t row, int64_t at, int64_t rows) {
+        const Tensor to = sum.rows(b, 1).slice(1, row, rows);
+        const Tensor from = home.rows(b, 1).slice(1, at, rows);
+        if (fresh.take({b, b + 1, row, row + rows}, true, clear_rows(k_, s, sum)))
+            copy_rows(k_, s, to, from);
+        else
+            k_.add(s, to, to, from);
+    };
     for (int x = 0; x < ranks(); ++x) {
         const Work& w = c.table[size_t(step)][size_t(x)];
         if (c.back && w.fetches_keys(x) && w.pair.k == me_) {
             const Tensor home = buffer(c.buffers, "home_kv", {d_.B, w.k_rows(), 2 * d_.Hk, d_.D});
             for (int64_t b = 0; b < d_.B; ++b)
-                for (const Span& span : w.keys) {
-                    const Tensor sum = c.keys.dkv.rows(b, 1).slice(1, span.row, span.rows);
-                    k_.add(s, sum, sum, home.rows(b, 1).slice(1, span.at, span.rows));
-                }
+                for (const Span& span : w.keys)
+                    add(c.keys.fresh, c.keys.dkv, home, b, span.row, span.at, span.rows);
         }
         if (!w.helps(x) || w.pair.q != me_) continue;
         const int64_t n = w.q_rows();
         const Tensor home = buffer(c.buffers, "home_q", {d_.B, n, d_.H, d_.D});
-        for (int64_t b = 0; c.back && b < d_.B; ++b) {
-            const Tensor sum = c.queries.dq.rows(b, 1).slice(1, w.q_lo, n);
-            k_.add(s, sum, sum, home.rows(b, 1));
-        }
+        for (int64_t b = 0; c.back && b < d_.B; ++b)
+            add(c.queries.fresh, c.queries.dq, home, b, w.q_lo, 0, n);
         if (c.back) continue;
         const Tensor lse = buffer(c.buffers, "home_lse", {d_.B * d_.H * n});
         each_run([&](int64_t row, int64_t count) {
@@ -412,7 +410,7 @@ void RingAttention::collect(Stream& s, const Call& c, int step) const {
     }
 }
 
-void RingAttention::loop(Stream& s, const Call& c) {
+void RingAttention::loop(Stream& s, Call& c) {
     Device& device = k_.device();
     bool in_flight = false;
     for (int t = 0; t < steps() + 2; ++t) {
@@ -453,15 +451,14 @@ Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     const Tensor stats = buffer(c.buffers, "stats", {in * numel});
     c.queries.lse = stats.slice(0, 0, numel);
     if (back) c.queries.delta = stats.slice(0, numel, numel);
-    const Tensor result = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
-    fill_rows(k_, s, result, 0);
-    (back ? c.queries.dq : c.queries.o) = result;
+    (back ? c.queries.dq : c.queries.o) = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
     return c;
 }
 
 void RingAttention::forward(Stream& s, const AttnIn& in) {
     CHECK(bound_, ": not bound");
-    const Call c = start(s, false, {.q = in.q, .k = in.k, .v = in.v, .first_key = in.first_key});
+    Call c = start(s, false, {.q = in.q, .k = in.k, .v = in.v, .first_key = in.first_key});
+    fill_rows(k_, s, c.queries.o, 0);
     fill_rows(k_, s, c.queries.lse, -std::numeric_limits<double>::infinity());
     loop(s, c);
     copy_rows(k_, s, in.o, c.queries.o);
@@ -474,7 +471,7 @@ void RingAttention::backward(Stream& s, const AttnGradIn& g) {
     CHECK(bound_, ": not bound");
     Call c = start(s, true, g);
     c.keys.dkv = buffer(c.buffers, "kv_result", {d_.B, T_, 2 * d_.Hk, d_.D});
-    fill_rows(k_, s, c.keys.dkv, 0);
+    c.queries.fresh = c.keys.fresh = {d_.B, T_};
     each_run([&](int64_t row, int64_t n) {
         k_.cast(s, of_run(c.queries.lse, row, n), g.lse.slice(2, row, n));
         const Tensor delta = of_run(c.queries.delta, row, n);
@@ -484,6 +481,8 @@ void RingAttention::backward(Stream& s, const AttnGradIn& g) {
             k_.attention_delta(s, delta, g.dout.slice(1, row, n), g.o.slice(1, row, n));
     });
     loop(s, c);
+    c.queries.fresh.take_rest(clear_rows(k_, s, c.queries.dq));
+    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv));
     copy_rows(k_, s, g.dq, c.queries.dq);
     copy_rows(k_, s, g.dk, c.keys.dkv.slice(2, 0, d_.Hk));
     copy_rows(k_, s, g.dv, c.keys.dkv.slice(2, d_.Hk, d_.Hk));

@@ -8,7 +8,8 @@
 //
 // What comes in is K and V (in the activations' type, Hk heads, only the rows that some query of
 // mine sees) or, for a helper, the queries of another rank. What goes home is dK and dV, or o and
-// lse, or dQ: always in the precision of statistics, so the error does not grow with P.
+// lse, or dQ: always in the precision of statistics, so the error does not grow with P. The first
+// results for a row write over its sum, the others add (fresh_rows.h).
 // The classic ring passes K and V on from neighbour to neighbour; each rank receives as many bytes,
 // but must also carry the rows that only later ranks need.
 #pragma once

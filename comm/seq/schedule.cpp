@@ -141,6 +141,30 @@ Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, in
     return table;
 }
 
+Extent extent_of(const Table& table, int rank) {
+    Extent most;
+    for (const auto& step : table) {
+        const Work& mine = step[size_t(rank)];
+        if (mine.fetches_keys(rank)) most.keys = std::max(most.keys, mine.k_rows());
+        if (mine.helps(rank)) most.queries = std::max(most.queries, mine.q_rows());
+        most.remote_steps += mine.fetches_keys(rank) || mine.helps(rank);
+        int fetched = 0, helped = 0;
+        for (int x = 0; x < int(step.size()); ++x) {
+            const Work& w = step[size_t(x)];
+            if (w.fetches_keys(x) && w.pair.k == rank) {
+                most.home_keys = std::max(most.home_keys, w.k_rows());
+                ++fetched;
+            }
+            if (w.helps(x) && w.pair.q == rank) {
+                most.home_queries = std::max(most.home_queries, w.q_rows());
+                ++helped;
+            }
+        }
+        CHECK(fetched <= 1 && helped <= 1, ": one buffer receives what comes home in a step");
+    }
+    return most;
+}
+
 double imbalance_of(const Table& table, const int32_t* first_key, int64_t B, int64_t S) {
     std::vector<double> work(table[0].size(), 0.0);
     for (const auto& step : table)

@@ -86,6 +86,14 @@ struct RingPlan {
 };
 Table make_table(const RingPlan&, bool masked, const int32_t* first_key, int64_t B, int64_t S);
 
+// The most rows that a rank has of something in any step of a table: keys and queries that it
+// fetches, results for its own that come home.
+struct Extent {
+    int64_t keys = 0, queries = 0, home_keys = 0, home_queries = 0;
+    int remote_steps = 0;  // those in which it fetches
+};
+Extent extent_of(const Table&, int rank);
+
 // Most visible pairs of one rank over the mean.
 double imbalance_of(const Table&, const int32_t* first_key, int64_t B, int64_t S);
 

@@ -1,5 +1,6 @@
 // Small helpers of the modes: kernels want tensors that are there; here shards may be empty.
 #pragma once
+#include "comm/seq/fresh_rows.h"
 #include "kernels/kernels.h"
 
 namespace torus {
@@ -29,6 +30,14 @@ inline void copy_rows(Kernels& k, Stream& s, const Tensor& to, const Tensor& fro
 
 inline void fill_rows(Kernels& k, Stream& s, const Tensor& t, double value) {
     if (t.numel() > 0) k.fill(s, t, value);
+}
+
+// Of a dense (B,T,...).
+inline FreshRows::Clear clear_rows(Kernels& k, Stream& s, const Tensor& t) {
+    return [&k, &s, t](const RowBox& box) {
+        for (int64_t b = box.batch; b < box.batch_end; ++b)
+            fill_rows(k, s, t.rows(b, 1).slice(1, box.row, box.row_end - box.row), 0);
+    };
 }
 
 }  // namespace torus

@@ -199,7 +199,8 @@ void CudaKernels::attention_forward(Stream& stream, const Attn& a) {
 void CudaKernels::attention_backward(Stream& stream, const AttnGrad& a) {
     const char* name = "attention_backward";
     AttnShape s = shape_of(name, a, precision_.act);
-    const DType grad = a.accumulate ? DType::f32 : precision_.act;
+    const bool adds = a.add_q || a.add_kv;
+    const DType grad = adds || a.dq.dtype == DType::f32 ? DType::f32 : precision_.act;
     check_heads(name, a.dout, precision_.act, s.B, s.Tq, s.H, s.D);
     check_heads(name, a.dq, grad, s.B, s.Tq, s.H, s.D);
     check_heads(name, a.dk, grad, s.B, s.Tk, s.Hk, s.D);

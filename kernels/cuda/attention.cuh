@@ -69,8 +69,8 @@ struct BackwardArgs {
     Heads<const T> q, k, v, dout;
     const float *lse, *delta;  // (B,H,Tq)
     Heads<T> dq, dk, dv;
-    Heads<float> dq_sum, dk_sum, dv_sum;  // with accumulate
-    bool accumulate;
+    Heads<float> dq_sum, dk_sum, dv_sum;  // with `wide`, instead of these
+    bool wide, add_q, add_kv;
 };
 
 // Launchers of each family of kernels. The mma.sync ones want s.tile_keys in tiles of kRows queries
@@ -84,12 +84,12 @@ void attention_backward_fp32(Stream&, const AttnGrad&, const AttnShape&);
 // Writes the gradient of two neighbouring columns, d and d + 1.
 template <class T>
 __device__ __forceinline__ void store_gradient(const Heads<T>& out, const Heads<float>& sum,
-                                               bool accumulate, int64_t b, int64_t t, int64_t h,
+                                               bool wide, bool add, int64_t b, int64_t t, int64_t h,
                                                int64_t d, int64_t D, float x0, float x1) {
-    if (accumulate) {
+    if (wide) {
         float* p = sum.at(b, t, h) + d;
-        if (d < D) p[0] += x0;
-        if (d + 1 < D) p[1] += x1;
+        if (d < D) p[0] = add ? p[0] + x0 : x0;
+        if (d + 1 < D) p[1] = add ? p[1] + x1 : x1;
     } else {
         T* p = out.at(b, t, h) + d;
         if (d < D) p[0] = convert<T>(x0);

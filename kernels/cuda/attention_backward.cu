@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(32 * kWarps) attention_keys_kernel(const Backw
 #pragma unroll
         for (int j = 0; j < C / 8; ++j) {
             const int64_t col = slice * C + j * 8 + lane % 4 * 2;
-            store_gradient(a.dk, a.dk_sum, a.accumulate, b, key, hk, col, s.D,
+            store_gradient(a.dk, a.dk_sum, a.wide, a.add_kv, b, key, hk, col, s.D,
                            dk[j][2 * r] * s.scale, dk[j][2 * r + 1] * s.scale);
-            store_gradient(a.dv, a.dv_sum, a.accumulate, b, key, hk, col, s.D, dv[j][2 * r],
+            store_gradient(a.dv, a.dv_sum, a.wide, a.add_kv, b, key, hk, col, s.D, dv[j][2 * r],
                            dv[j][2 * r + 1]);
         }
     }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_queries_kernel(const Ba
         if (row >= s.Tq) continue;
 #pragma unroll
         for (int j = 0; j < D / 8; ++j)
-            store_gradient(a.dq, a.dq_sum, a.accumulate, b, row, h, j * 8 + lane % 4 * 2, s.D,
+            store_gradient(a.dq, a.dq_sum, a.wide, a.add_q, b, row, h, j * 8 + lane % 4 * 2, s.D,
                            dq[j][2 * r] * s.scale, dq[j][2 * r + 1] * s.scale);
     }
 }
@@ -278,7 +278,9 @@ void attention_backward_mma(Stream& stream, const AttnGrad& a, const AttnShape& 
                                        heads_of<float>(a.dq),
                                        heads_of<float>(a.dk),
                                        heads_of<float>(a.dv),
-                                       a.accumulate};
+                                       a.dq.dtype == DType::f32,
+                                       a.add_q,
+                                       a.add_kv};
             dispatch_head_dim(s.D, [&](auto dim) {
                 constexpr int D = decltype(dim)::value;
                 Grid grid{.blocks = divide_up(s.Tk, kRows) * s.B * s.Hk * (D / slice_columns<D>),

@@ -81,14 +81,13 @@ static __global__ void __launch_bounds__(32 * kWarps)
     }
 }
 
-__device__ __forceinline__ void store_row(const Heads<float>& out, bool accumulate, int64_t b,
-                                          int64_t t, int64_t h, int64_t D,
-                                          const float (&x)[kColumns]) {
+__device__ __forceinline__ void store_row(const Heads<float>& out, bool add, int64_t b, int64_t t,
+                                          int64_t h, int64_t D, const float (&x)[kColumns]) {
     for (int i = 0; i < kColumns; ++i) {
         const int64_t d = threadIdx.x % 32 + 32 * i;
         if (d >= D) continue;
         float* p = out.at(b, t, h) + d;
-        *p = accumulate ? *p + x[i] : x[i];
+        *p = add ? *p + x[i] : x[i];
     }
 }
 
@@ -115,7 +114,7 @@ static __global__ void __launch_bounds__(32 * kWarps)
         }
         add_weighted(dq, ds, s.D, [&](int j) { return a.k.at(b, base + j, hk); });
     }
-    store_row(a.dq, a.accumulate, b, row, h, s.D, dq);
+    store_row(a.dq, a.add_q, b, row, h, s.D, dq);
 }
 
 static __global__ void __launch_bounds__(32 * kWarps)
@@ -144,8 +143,8 @@ static __global__ void __launch_bounds__(32 * kWarps)
             add_weighted(dk, ds, s.D, [&](int j) { return a.q.at(b, base + j, h); });
         }
     }
-    store_row(a.dk, a.accumulate, b, key, hk, s.D, dk);
-    store_row(a.dv, a.accumulate, b, key, hk, s.D, dv);
+    store_row(a.dk, a.add_kv, b, key, hk, s.D, dk);
+    store_row(a.dv, a.add_kv, b, key, hk, s.D, dv);
 }
 
 // --- launchers -----------------------------------------------------------------------------------
@@ -177,7 +176,9 @@ void attention_backward_fp32(Stream& stream, const AttnGrad& a, const AttnShape&
                                    heads_of<float>(a.dq),
                                    heads_of<float>(a.dk),
                                    heads_of<float>(a.dv),
-                                   a.accumulate};
+                                   true,
+                                   a.add_q,
+                                   a.add_kv};
     launch("attention_backward", stream,
            {.blocks = divide_up(s.B * s.Hk * s.Tk, kWarps), .threads = 32 * kWarps},
            attention_keys_fp32_kernel, args);

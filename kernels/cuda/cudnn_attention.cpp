@@ -141,7 +141,7 @@ template <class Call>
 std::string refusal_of(const Call& a, bool fp32_sums, std::initializer_list<Tensor> tensors) {
     const int64_t D = a.q.dim(3);
     if (a.first_key) return "cudnn has no masks of documents or windows";
-    if (fp32_sums) return "cudnn does not add to earlier blocks of keys";
+    if (fp32_sums) return "cudnn keeps no sums over blocks of keys";
     if (a.q.dtype != DType::bf16 && a.q.dtype != DType::f16)
         return concat("cudnn computes in bf16 and fp16, not in ", name_of(a.q.dtype));
     if (D % 8 || D > 128)
@@ -219,7 +219,7 @@ public:
     void backward(const Stream& stream, const AttnGrad& a, void* workspace) override {
         CHECK(a.o, ": cuDNN's backward needs the output of the forward");
         const auto tensors = {a.q, a.k, a.v, a.dout, a.o, a.dq, a.dk, a.dv};
-        require_supported(refusal_of(a, a.accumulate, tensors));
+        require_supported(refusal_of(a, a.dq.dtype == DType::f32, tensors));
         require_supported(backward_refusal(a.q.dim(1), a.k.dim(1)));
         const cudnn::Plan& plan =
             plan_of(key_of(false, a.causal, tensors), [&] { return backward_graph(a); });

@@ -123,7 +123,7 @@ Outputs in_blocks(const Problem& p, Gpu& gpu, int64_t block) {
                                                .k0 = at,
                                                .scale = scale,
                                                .causal = p.causal,
-                                               .accumulate = true});
+                                               .add_q = at > 0});
     return {o.all(), lse.all(), dq.all(), dk.all(), dv.all()};
 }
 

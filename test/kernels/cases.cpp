@@ -267,7 +267,8 @@ OpCase attention(const AttentionCase& a) {
                                           .k0 = a.k0,
                                           .scale = scale,
                                           .causal = a.causal,
-                                          .accumulate = a.accumulate});
+                                          .add_q = a.accumulate,
+                                          .add_kv = a.accumulate});
     };
     return c;
 }

@@ -148,7 +148,8 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.heads = int32_t(H), p.kv_heads = int32_t(Hk), p.group = int32_t(H / Hk);
     p.batches = int32_t(B), p.section_heads = int32_t(at.section_heads);
     p.scale = float(a.scale), p.scale_log2 = float(a.scale * std::log2(std::exp(1.0)));
-    p.accumulate = a.accumulate, p.head_dim = int32_t(a.q.dim(3));
+    p.wide = a.dq.dtype == DType::f32, p.add_q = a.add_q, p.add_kv = a.add_kv;
+    p.head_dim = int32_t(a.q.dim(3));
     MainKernel<Tile> kernel(stream);
     const int clusters = std::min(p.units, kernel.at_once());
     if (clusters < p.units) p.counter = static_cast<int32_t*>(workspace);
@@ -215,8 +216,9 @@ void launch_pairs(cudaStream_t stream, const AttnGrad& a, void* workspace, bool 
 }  // namespace
 
 bool backward_supported(const AttnGrad& a) {
-    const DType out = a.accumulate ? DType::f32 : a.q.dtype;
-    const int64_t align = a.accumulate ? 8 : 16;
+    const bool wide = a.add_q || a.add_kv || a.dq.dtype == DType::f32;
+    const DType out = wide ? DType::f32 : a.q.dtype;
+    const int64_t align = wide ? 8 : 16;
     return inputs_supported(a.q, a.k, a.v, a.scale) && a.dout.dtype == a.q.dtype &&
            rows_aligned(a.dout, 16) && a.dq.dtype == out && a.dk.dtype == out &&
            a.dv.dtype == out && rows_aligned(a.dq, align) && rows_aligned(a.dk, align) &&

@@ -29,22 +29,24 @@ DEVICE int to_fixed(float x, float unit) {
     return __float_as_int(high) * 2048 + __float_as_int(rest + one_and_half);
 }
 
-// Two rows (row, row + 8) of dk or dv; what lies at `end` or past the last column is left out.
+// Two rows (row, row + 8) of dk or dv, with `add` added to what is there; what lies at `end` or
+// past the last column is left out.
 template <class Tile>
 DEVICE void store_rows(const BackwardParams& p, void* data, const Pitch& pitch, int batch, int head,
-                       int row, int end, const float (&x)[Tile::d / 2]) {
+                       int row, int end, bool add, const float (&x)[Tile::d / 2]) {
     using T = typename Tile::Element;
     constexpr int D = Tile::d;
     const int quad = threadIdx.x % 4;
     UNROLL for (int r = 0; r < 2; ++r) {
         const bool inside = row + 8 * r < end;
         const int64_t at = batch * pitch.batch + (row + 8 * r) * pitch.row + head * pitch.head;
-        if (p.accumulate) {
+        if (p.wide) {
             if (!inside) continue;
             float* const to = static_cast<float*>(data) + at + 2 * quad;
             UNROLL for (int j = 0; j < D / 8; ++j) {
                 if (!Tile::exact && 8 * j >= p.head_dim) break;
-                float2 sum = __ldcg(reinterpret_cast<const float2*>(to + 8 * j));
+                float2 sum = make_float2(0, 0);
+                if (add) sum = __ldcg(reinterpret_cast<const float2*>(to + 8 * j));
                 sum.x += x[4 * j + 2 * r], sum.y += x[4 * j + 2 * r + 1];
                 *reinterpret_cast<float2*>(to + 8 * j) = sum;
             }
@@ -125,15 +127,16 @@ struct BackwardConsumer {
         if (w.part > 0) {
             if (at.elected) flag_wait(flag, w.part);
             at.sync();
-            if (!p.accumulate)
+            if (!p.wide)
                 for_partial(head, row, end, [](float& x, float& y, const float2* from) {
                     const float2 sum = __ldcg(from);
                     x += sum.x, y += sum.y;
                 });
         }
-        if (w.part + 1 == p.parts || p.accumulate) {
-            store_rows<Tile>(p, p.dv, p.dv_pitch, w.batch, w.kv_head, row, end, dv);
-            store_rows<Tile>(p, p.dk, p.dk_pitch, w.batch, w.kv_head, row, end, dk);
+        if (w.part + 1 == p.parts || p.wide) {
+            const bool add = p.add_kv || w.part > 0;
+            store_rows<Tile>(p, p.dv, p.dv_pitch, w.batch, w.kv_head, row, end, add, dv);
+            store_rows<Tile>(p, p.dk, p.dk_pitch, w.batch, w.kv_head, row, end, add, dk);
         } else {
             for_partial(head, row, end,
                         [](float x, float y, float2* to) { *to = make_float2(x, y); });

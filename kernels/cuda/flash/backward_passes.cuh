@@ -191,12 +191,13 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
             x[2 * i] = (Tile::sum == Sum::fixed ? float(even) : __int_as_float(even)) * unit;
             x[2 * i + 1] = (Tile::sum == Sum::fixed ? float(odd) : __int_as_float(odd)) * unit;
         }
-        if (p.accumulate) {
+        if (p.wide) {
             if (!inside) continue;
             float* const to = static_cast<float*>(p.dq) + at + 2 * quad;
             UNROLL for (int i = 0; i < count; ++i) {
                 if (!Tile::exact && column + 8 * i >= p.head_dim) break;
-                float2 y = *reinterpret_cast<float2*>(to + 8 * i);
+                float2 y = make_float2(0, 0);
+                if (p.add_q) y = *reinterpret_cast<float2*>(to + 8 * i);
                 y.x += x[2 * i], y.y += x[2 * i + 1];
                 *reinterpret_cast<float2*>(to + 8 * i) = y;
             }

@@ -91,7 +91,7 @@ struct KeyUnit {
 
 struct BackwardParams {
     CUtensorMap q, k, v, dout;
-    void *dq, *dk, *dv;  // T, or float with accumulate
+    void *dq, *dk, *dv;  // T, or float with `wide`
     Pitch dq_pitch, dk_pitch, dv_pitch;
     const float *lse, *delta;  // (B,H,Tq)
     Pitch k_pitch, v_pitch, dout_pitch;
@@ -118,8 +118,8 @@ struct BackwardParams {
         part_heads;         // the query heads of a group go in `parts` units, one after the other
     int32_t section_heads;  // kv heads at work at the same time; their queries share the L2 cache
     float scale, scale_log2;
-    bool accumulate;
-    int32_t head_dim;  // columns that exist; the tile may be wider
+    bool wide, add_q, add_kv;  // added to what is there, or written over it
+    int32_t head_dim;          // columns that exist; the tile may be wider
 };
 
 }  // namespace torus::flash
