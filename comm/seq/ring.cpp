@@ -315,15 +315,13 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
     const bool splits = step == 0 && anything_travels(c, steps());
     const Share mine = splits ? share_of(all, late) : all;
     if (mine.empty() || (late && !splits)) return;
-    Queries fetched_q;
-    Keys fetched_k;
-    if (w.helps(me_)) fetched_q = fetched_queries(c, step);
-    if (w.fetches_keys(me_)) fetched_k = fetched_keys(c, step);
+    Queries fetched_q = w.helps(me_) ? fetched_queries(c, step) : Queries();
+    Keys fetched_k = w.fetches_keys(me_) ? fetched_keys(c, step) : Keys();
     Queries& q = w.helps(me_) ? fetched_q : c.queries;
     Keys& keys = w.fetches_keys(me_) ? fetched_k : c.keys;
     if (w.helps(me_) && !c.back) k_.fill(s, q.o, 0);
     if (w.helps(me_) && !c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
-    // Whether results are to be added to what earlier pieces left in these rows.
+    // Whether results are to be added to what lies in these rows; clears those that are half new.
     const auto adds = [&](FreshRows& fresh, const Tensor& sum, int64_t row, int64_t rows) {
         return !fresh.take({mine.batch, mine.batch_end, row, row + rows},
                            mine.head_end - mine.head == d_.Hk, clear_rows(k_, s, sum));
@@ -342,6 +340,8 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
         };
         const Tensor first_key = c.masked ? mine.sequences(rows(q.first_key)) : Tensor();
         if (c.back) {
+            const bool add_q = adds(q.fresh, q.dq, q_row, p.q_rows);
+            const bool add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows);
             k_.attention_backward(s, {.q = queries(q.q),
                                       .k = half(keys.kv, 0),
                                       .v = half(keys.kv, 1),
@@ -356,8 +356,8 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
                                       .k0 = p.k0,
                                       .scale = scale_,
                                       .causal = p.causal,
-                                      .add_q = adds(q.fresh, q.dq, q_row, p.q_rows),
-                                      .add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows)});
+                                      .add_q = add_q,
+                                      .add_kv = add_kv});
         } else {
             k_.attention_forward(s, {.q = queries(q.q),
                                      .k = half(keys.kv, 0),
