@@ -238,10 +238,10 @@ void CpuKernels<T>::attention_backward(Stream&, const AttnGrad& g) {
     parallel_tasks(z.B * z.Hk, group * z.Tq * z.Tk * z.D / 4, [&](int64_t task) {
         const int64_t b = task / z.Hk, hk = task % z.Hk;
         if (!g.add_kv) clear_head<T>(g.dk, b, hk), clear_head<T>(g.dv, b, hk);
-        for (int64_t h = hk * group; !g.add_q && h < (hk + 1) * group; ++h)
-            clear_head<T>(g.dq, b, h);
-        for (int64_t h = hk * group; h < (hk + 1) * group; ++h)
+        for (int64_t h = hk * group; h < (hk + 1) * group; ++h) {
+            if (!g.add_q) clear_head<T>(g.dq, b, h);
             backward_head<T>(g, mask_of(g, b), b, h);
+        }
     });
 }
 

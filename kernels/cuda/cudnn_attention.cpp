@@ -219,7 +219,7 @@ public:
     void backward(const Stream& stream, const AttnGrad& a, void* workspace) override {
         CHECK(a.o, ": cuDNN's backward needs the output of the forward");
         const auto tensors = {a.q, a.k, a.v, a.dout, a.o, a.dq, a.dk, a.dv};
-        require_supported(refusal_of(a, a.dq.dtype == DType::f32, tensors));
+        require_supported(refusal_of(a, a.dq.dtype != a.q.dtype, tensors));
         require_supported(backward_refusal(a.q.dim(1), a.k.dim(1)));
         const cudnn::Plan& plan =
             plan_of(key_of(false, a.causal, tensors), [&] { return backward_graph(a); });
