@@ -167,6 +167,7 @@ private:
 void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
     const int P = host.size();
     const bool speaks = host.rank() == 0, cuda = settings.ranks.device == "cuda";
+    require(settings.ranks.played == 0, Exit::usage, "--play: ranks on one GPU have no links");
     require(P > 1, Exit::usage, "one rank has no links; give --ranks N or --threads N, 2 or more");
     std::vector<int64_t> sizes = {int64_t(1) << 16, 1 << 20, 16 << 20};
     if (cuda) sizes = {1 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30};

@@ -3,7 +3,8 @@
 // of the difference is exchange that computing does not hide; and the bytes that a rank sends. The
 // results are compared with one rank's first: a mode that is wrong has no rate.
 //
-//   bench_seq [--ranks N | --threads N] [--device cpu|cuda] [--mode NAME[:RINGxULYSSES],...]
+//   bench_seq [--ranks N | --threads N | --play N] [--device cpu|cuda] [--mode
+//   NAME[:RINGxULYSSES],...]
 //   [--batch B] [--seq S] [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
 //   [--head-slices N] [--exchange auto|nccl|copy]
 //
@@ -13,6 +14,8 @@
 // --exchange: what carries the messages between GPUs, NCCL's kernels or the copy engines;
 // auto (the default): the latter where they work.
 // --threads: the ranks are threads of this process, on a GPU each, and need no MPI.
+// --play: the ranks share one GPU and compute in turn. What it shows of links is their absence: the
+// time that a rank of N computes, which no exchange can undercut.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -253,9 +256,12 @@ struct Times {
 };
 
 // The fastest of the repeats; in each, the slowest rank counts.
-Times measure(Run& run, Comm& host, int repeats) {
+Times measure(Run& run, Comm& host, int repeats, bool in_turn) {
     Times best;
-    const auto time = [&](auto f) { return slowest_ms(host, f, [&] { run.wait(); }); };
+    const auto time = [&](auto f) {
+        return slowest_ms(
+            host, f, [&] { run.wait(); }, in_turn);
+    };
     for (int i = 0; i <= repeats; ++i) {
         const double f = time([&] { run.forward(); }), b = time([&] { run.backward(); });
         if (i == 0) continue;  // warm-up
@@ -296,6 +302,7 @@ double compare(Run& run, Comm& host, const std::vector<double>& want) {
 void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
     const AttnDims& d = settings.d;
     const bool cuda = settings.ranks.device == "cuda", speaks = host.rank() == 0;
+    const bool played = settings.ranks.played > 0;
     const int P = host.size();
 
     std::vector<int32_t> first_key;
@@ -306,10 +313,10 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
     std::vector<double> want;
     {
         Run run(k, *alone, d, first_key);
-        one = measure(run, host, settings.repeats);
+        one = measure(run, host, settings.repeats, played);
         want = run.squares();
     }
-    const double rate = exchange_rate(k, device, host, cuda ? 256 << 20 : 8 << 20);
+    const double rate = played ? 0 : exchange_rate(k, device, host, cuda ? 256 << 20 : 8 << 20);
     // 2 D per visible pair, head and product, 2 products forward, 5 backward.
     double pairs = double(d.B) * double(d.S) * double(d.S) / 2;
     if (settings.documents > 0) pairs = double(visible_sums(first_key.data(), d.B, d.S).back());
@@ -322,8 +329,11 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
                         .c_str());
         std::printf("one rank: forward %.3f ms, backward %.3f ms, %.1f TFLOP/s\n", one.forward,
                     one.backward, flops / one.both() * 1e-9);
-        std::printf("exchange with the neighbours%s: %.1f GB/s each way\n\n",
-                    device.by_copy_engines() ? ", by the copy engines" : "", rate);
+        if (played)
+            std::printf("the ranks compute in turn; no exchange is timed\n\n");
+        else
+            std::printf("exchange with the neighbours%s: %.1f GB/s each way\n\n",
+                        device.by_copy_engines() ? ", by the copy engines" : "", rate);
         std::printf("%-15s %-28s %9s %9s %8s %8s %10s %9s %9s %9s\n", "mode", "mesh", "fwd ms",
                     "bwd ms", "speed-up", "share", "exposed ms", "MB sent", "imbalance", "error");
     }
@@ -337,16 +347,19 @@ void bench(const Settings& settings, Kernels& k, Comm& device, Comm& host) {
             *axis = std::make_unique<SwitchedComm>(std::move(*axis), silent);
         const auto seq = make_seq_parallel(mode.name, k, mesh, d, settings.head_slices);
         Run run(k, *seq, d, first_key);
-        const Times t = measure(run, host, settings.repeats);
+        const int real = played ? 0 : settings.repeats;  // and one to warm up
+        Times t = measure(run, host, real, false);
         const double error = compare(run, host, want);
-        const int64_t sent =
-            (mesh.ring->bytes_sent() + mesh.ulysses->bytes_sent()) / (settings.repeats + 1);
+        const int64_t sent = (mesh.ring->bytes_sent() + mesh.ulysses->bytes_sent()) / (real + 1);
         silent = true;
-        const Times c = measure(run, host, settings.repeats);
+        const Times c = measure(run, host, settings.repeats, played);
+        if (played) t = c;
+        char exposed[32] = "-";
+        if (!played) std::snprintf(exposed, sizeof exposed, "%.3f", t.both() - c.both());
         if (speaks)
-            std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10.3f %9.1f %9.2f %9.1e\n",
+            std::printf("%-15s %-28s %9.3f %9.3f %8.2f %7.1f%% %10s %9.1f %9.2f %9.1e\n",
                         mode.name.c_str(), mesh.shape.str().c_str(), t.forward, t.backward,
-                        one.both() / t.both(), 100 * one.both() / t.both() / P, t.both() - c.both(),
+                        one.both() / t.both(), 100 * one.both() / t.both() / P, exposed,
                         double(sent) * 1e-6, seq->imbalance(), error);
         require(error < (cuda ? 1e-3 : 1e-5), Exit::internal, mode.name, ": wrong result");
     }

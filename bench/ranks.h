@@ -1,6 +1,6 @@
 // What the benches of several ranks share: their flags, the ranks themselves, which are processes
-// of mpirun or threads of this process, on a GPU each or on the CPU, and times in which the slowest
-// rank counts.
+// of mpirun or threads of this process, on a GPU each, all on one, or on the CPU, and times in
+// which the slowest rank counts.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -18,8 +18,9 @@ namespace torus {
 struct RankSettings {
     std::string device = "cpu";
     int ranks = 0, threads = 0;
+    int played = 0;  // ranks that are threads of this process and share its first GPU
     Exchange exchange = Exchange::automatic;
-    int size() const { return std::max({1, ranks, threads}); }
+    int size() const { return std::max({1, ranks, threads, played}); }
 };
 
 inline int64_t whole_number(const std::string& flag, const std::string& value) {
@@ -45,6 +46,8 @@ inline bool parse_rank_flag(const std::string& flag, const std::string& value, R
         out.ranks = int(whole_number(flag, value));
     } else if (flag == "--threads") {
         out.threads = int(whole_number(flag, value));
+    } else if (flag == "--play") {
+        out.played = int(whole_number(flag, value));
     } else {
         return false;
     }
@@ -58,20 +61,25 @@ void run_on_ranks(const RankSettings& settings, int argc, char** argv, Body body
     const bool cuda = settings.device == "cuda";
     require(cuda || settings.exchange != Exchange::copy, Exit::usage,
             "--exchange copy: is between GPUs; give --device cuda");
+    require(settings.played == 0 || settings.threads + settings.ranks == 0, Exit::usage,
+            "--play: says how many ranks there are; give neither --ranks nor --threads");
     const auto work = [&](Comm& host, int gpu) {
         const auto kernels =
             cuda ? make_cuda_kernels(DType::bf16, gpu) : make_cpu_kernels(DType::f32);
-        const auto device = cuda && host.size() > 1 ? make_nccl_comm(host, gpu, settings.exchange)
-                                                    : host.split(0, host.rank(), "world");
+        const bool linked = cuda && host.size() > 1 && settings.played == 0;
+        const auto device = linked ? make_nccl_comm(host, gpu, settings.exchange)
+                                   : host.split(0, host.rank(), "world");
         body(*kernels, *device, host);
     };
-    if (settings.threads > 0) {
-        auto comms = make_thread_comms(settings.threads);
+    if (const int count = settings.threads + settings.played; count > 0) {
+        const auto shared =
+            cuda && settings.played > 0 ? make_cuda_kernels(DType::bf16, 0) : nullptr;
+        auto comms = make_thread_comms(count, shared ? &shared->device() : nullptr);
         std::vector<std::thread> threads;
-        for (int r = 0; r < settings.threads; ++r)
+        for (int r = 0; r < count; ++r)
             threads.emplace_back([&, r] {
                 try {
-                    work(*comms[size_t(r)], r);
+                    work(*comms[size_t(r)], settings.played > 0 ? 0 : r);
                 } catch (const Error& e) {
                     std::fprintf(stderr, "error: rank %d: %s\n", r, e.what());
                     exit_all_ranks(e.code);
@@ -87,17 +95,22 @@ void run_on_ranks(const RankSettings& settings, int argc, char** argv, Body body
     work(*host, launch.local_rank);
 }
 
-// Milliseconds of f() and of wait(), which waits for the device, on the slowest rank.
+// Milliseconds of f() and of wait(), which waits for the device, on the slowest rank: of all at the
+// same time, or in turn, each while the others rest.
 template <class F, class Wait>
-double slowest_ms(Comm& host, F f, Wait wait) {
+double slowest_ms(Comm& host, F f, Wait wait, bool in_turn = false) {
     using Clock = std::chrono::steady_clock;
     Stream none;
-    wait();
-    host.barrier(none);
-    const auto start = Clock::now();
-    f();
-    wait();
-    double ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+    double ms = 0;
+    for (int turn = 0; turn < (in_turn ? host.size() : 1); ++turn) {
+        wait();
+        host.barrier(none);
+        if (in_turn && turn != host.rank()) continue;
+        const auto start = Clock::now();
+        f();
+        wait();
+        ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+    }
     host.all_reduce(none, Tensor(&ms, DType::f64, {1}), Reduce::max);
     return ms;
 }
