@@ -41,23 +41,24 @@ struct WorkspaceDims {
 // One attention call between a block of queries and a block of keys. Key j is visible to query i
 // iff first_key[i] <= j, and j <= i when causal; i and j are global positions (q0 + row, k0 + row).
 struct Attn {
-    Tensor q, k, v;    // act (B,Tq,H,D), (B,Tk,Hk,D) twice; (pitched); H a multiple of Hk
-    Tensor o;          // act (B,Tq,H,D) (pitched); with `carry`: stat, holds the running output
-    Tensor lse;        // stat (B,H,Tq): log of the sum of exp(scale * q.k) over visible keys
+    Tensor q, k, v;  // act (B,Tq,H,D), (B,Tk,Hk,D) twice; (pitched); H a multiple of Hk
+    Tensor o;        // act (B,Tq,H,D) (pitched); with `carry`: stat, holds the running output
+    Tensor lse;  // stat (B,H,Tq) (pitched): log of the sum of exp(scale * q.k) over visible keys
     Tensor first_key;  // optional i32 (B,Tq), contiguous along T (pitched in B)
     int64_t q0 = 0, k0 = 0;
     double scale = 0;  // usually 1/sqrt(D)
     bool causal = true;
-    bool carry =
-        false;  // merge into (o, lse) of earlier key blocks; start those at o = 0, lse = -inf
+    // Merge into (o, lse) of earlier key blocks. Those start at lse = -inf; o is not read there.
+    bool carry = false;
 };
-// A query that sees no key gets o = 0 and lse = -inf.
+// A query that sees no key gets o = 0 and lse = -inf; with `carry` they stay as they are, but o may
+// be anything where lse is still -inf.
 
 // Gradients of one such call, given the lse of the *whole* softmax and delta = rowsum(dout * o).
 struct AttnGrad {
     Tensor q, k, v;     // as in Attn
     Tensor dout;        // act (B,Tq,H,D) (pitched)
-    Tensor lse, delta;  // stat (B,H,Tq)
+    Tensor lse, delta;  // stat (B,H,Tq) (pitched)
     Tensor dq, dk, dv;  // all act or, for sums over blocks, all stat; (pitched)
     Tensor first_key;   // as in Attn
     int64_t q0 = 0, k0 = 0;
@@ -126,7 +127,7 @@ struct Kernels {
     virtual void allow_any_order() {}
 
     // --- moving and filling ---------------------------------------------------------------------
-    virtual void fill(Stream&, Tensor x, double value) = 0;  // any float type or i32
+    virtual void fill(Stream&, Tensor x, double value) = 0;  // any float type or i32; (pitched)
     // dst = src with conversion (round to nearest even); same shape; both (pitched); f64 f32 bf16
     // f16, and i32 -> i32.
     virtual void cast(Stream&, Tensor dst, Tensor src) = 0;
@@ -196,11 +197,12 @@ struct Kernels {
 
     // --- attention ------------------------------------------------------------------------------
     virtual void attention_forward(Stream&, const Attn&) = 0;
-    // delta stat (B,H,T) = sum over D of dout * o; o, dout (B,T,H,D) (pitched), o act or stat
+    // delta stat (B,H,T) (pitched) = sum over D of dout * o; o, dout (B,T,H,D) (pitched), o act or
+    // stat
     virtual void attention_delta(Stream&, Tensor delta, Tensor dout, Tensor o) = 0;
     virtual void attention_backward(Stream&, const AttnGrad&) = 0;
-    // (o, lse) = merge of two softmax parts, overflow-safe; all stat; o (B,T,H,D) (pitched), lse
-    // (B,H,T). Parts with lse = -inf weigh nothing.
+    // (o, lse) = merge of two softmax parts, overflow-safe; all stat; o (B,T,H,D), lse (B,H,T)
+    // (pitched). Parts with lse = -inf weigh nothing; their o is not read.
     virtual void attention_merge(Stream&, Tensor o, Tensor lse, Tensor o2, Tensor lse2) = 0;
 
     // --- loss -----------------------------------------------------------------------------------

@@ -61,6 +61,12 @@ struct Sizes {
     int64_t B, Tq, Tk, H, Hk, D;
 };
 
+// The numbers of one head in a (B,H,T) tensor.
+template <class T>
+T* row_stats(const Tensor& t, int64_t b, int64_t h) {
+    return t.as<T>() + b * t.pitch(0) + h * t.pitch(1);
+}
+
 template <class Call>
 Sizes check_inputs(const char* op, const Call& c, DType type) {
     expect_rank(op, "q", c.q, type, 4, true);
@@ -70,7 +76,7 @@ Sizes check_inputs(const char* op, const Call& c, DType type) {
           " key-value heads");
     expect(op, "k", c.k, type, {z.B, z.Tk, z.Hk, z.D}, true);
     expect(op, "v", c.v, type, {z.B, z.Tk, z.Hk, z.D}, true);
-    expect(op, "lse", c.lse, type, {z.B, z.H, z.Tq});
+    expect(op, "lse", c.lse, type, {z.B, z.H, z.Tq}, true);
     if (c.first_key) expect(op, "first_key", c.first_key, DType::i32, {z.B, z.Tq}, true);
     return z;
 }
@@ -112,7 +118,7 @@ template <class T>
 void forward_block(const Attn& a, const Mask& mask, Range rows, int64_t b, int64_t h) {
     const int64_t D = a.q.dim(3), hk = h / (a.q.dim(2) / a.k.dim(2));
     const Head<T> q(a.q, b, h), k(a.k, b, hk), v(a.v, b, hk), o(a.o, b, h);
-    T* lse = a.lse.as<T>() + (b * a.q.dim(2) + h) * a.q.dim(1);
+    T* lse = row_stats<T>(a.lse, b, h);
     const int64_t n = rows.end - rows.begin;
     Running<T> state[block_q];
     for (int64_t r = 0; r < n; ++r) {
@@ -165,8 +171,7 @@ void backward_head(const AttnGrad& g, const Mask& mask, int64_t b, int64_t h) {
     const int64_t Tq = g.q.dim(1), H = g.q.dim(2), D = g.q.dim(3), hk = h / (H / g.k.dim(2));
     const Head<T> q(g.q, b, h), k(g.k, b, hk), v(g.v, b, hk), dout(g.dout, b, h);
     const Head<T> dq(g.dq, b, h), dk(g.dk, b, hk), dv(g.dv, b, hk);
-    const T* lse = g.lse.as<T>() + (b * H + h) * Tq;
-    const T* delta = g.delta.as<T>() + (b * H + h) * Tq;
+    const T *lse = row_stats<T>(g.lse, b, h), *delta = row_stats<T>(g.delta, b, h);
     alignas(64) T s[block_q * block_k], dp[block_q * block_k];
     for (int64_t i0 = 0; i0 < Tq; i0 += block_q) {
         const int64_t n = std::min(block_q, Tq - i0);
@@ -215,12 +220,12 @@ void CpuKernels<T>::attention_delta(Stream&, Tensor delta, Tensor dout, Tensor o
     expect_rank("attention_delta", "dout", dout, type, 4, true);
     const int64_t B = dout.dim(0), Tn = dout.dim(1), H = dout.dim(2), D = dout.dim(3);
     expect("attention_delta", "o", o, type, {B, Tn, H, D}, true);
-    expect("attention_delta", "delta", delta, type, {B, H, Tn});
+    expect("attention_delta", "delta", delta, type, {B, H, Tn}, true);
     parallel_for(B * H, Tn * D, [&](int64_t bh) {
         const Head<T> g(dout, bh / H, bh % H), out(o, bh / H, bh % H);
         for (int64_t i = 0; i < Tn; ++i) {
             const T *x = g.at(i), *y = out.at(i);
-            delta.as<T>()[bh * Tn + i] =
+            row_stats<T>(delta, bh / H, bh % H)[i] =
                 T(lane_sum<double>(D, [&](int64_t d) { return double(x[d]) * double(y[d]); }));
         }
     });
@@ -230,7 +235,7 @@ template <class T>
 void CpuKernels<T>::attention_backward(Stream&, const AttnGrad& g) {
     const Sizes z = check_inputs("attention_backward", g, type);
     expect("attention_backward", "dout", g.dout, type, {z.B, z.Tq, z.H, z.D}, true);
-    expect("attention_backward", "delta", g.delta, type, {z.B, z.H, z.Tq});
+    expect("attention_backward", "delta", g.delta, type, {z.B, z.H, z.Tq}, true);
     expect("attention_backward", "dq", g.dq, type, {z.B, z.Tq, z.H, z.D}, true);
     expect("attention_backward", "dk", g.dk, type, {z.B, z.Tk, z.Hk, z.D}, true);
     expect("attention_backward", "dv", g.dv, type, {z.B, z.Tk, z.Hk, z.D}, true);
@@ -250,13 +255,13 @@ void CpuKernels<T>::attention_merge(Stream&, Tensor o, Tensor lse, Tensor o2, Te
     expect_rank("attention_merge", "o", o, type, 4, true);
     const int64_t B = o.dim(0), Tn = o.dim(1), H = o.dim(2), D = o.dim(3);
     expect("attention_merge", "o2", o2, type, {B, Tn, H, D}, true);
-    expect("attention_merge", "lse", lse, type, {B, H, Tn});
-    expect("attention_merge", "lse2", lse2, type, {B, H, Tn});
+    expect("attention_merge", "lse", lse, type, {B, H, Tn}, true);
+    expect("attention_merge", "lse2", lse2, type, {B, H, Tn}, true);
     parallel_for(B * H, Tn * D, [&](int64_t bh) {
         const Head<T> x(o, bh / H, bh % H), y(o2, bh / H, bh % H);
         for (int64_t i = 0; i < Tn; ++i) {
-            T& l = lse.as<T>()[bh * Tn + i];
-            const T l2 = lse2.as<T>()[bh * Tn + i];
+            T& l = row_stats<T>(lse, bh / H, bh % H)[i];
+            const T l2 = row_stats<T>(lse2, bh / H, bh % H)[i];
             if (l2 == -infinity<T>) continue;
             T *to = x.at(i), *from = y.at(i);
             if (l == -infinity<T>) {

@@ -102,10 +102,15 @@ void cast_elements(Tensor dst, Tensor src) {
 
 template <class T>
 void CpuKernels<T>::fill(Stream&, Tensor x, double value) {
-    expect("fill", "x", x, x.dtype, x.shape);
+    expect("fill", "x", x, x.dtype, x.shape, true);
+    if (x.numel() == 0) return;
     const auto all = [&](auto* p, auto v) {
-        parallel_ranges(x.numel(),
-                        [&](int64_t begin, int64_t end) { std::fill(p + begin, p + end, v); });
+        if (x.contiguous())
+            return parallel_ranges(
+                x.numel(), [&](int64_t begin, int64_t end) { std::fill(p + begin, p + end, v); });
+        const Pieces rows(x);
+        parallel_for(x.numel() / rows.width, rows.width,
+                     [&](int64_t row) { std::fill_n(p + rows.offset(row), rows.width, v); });
     };
     if (x.dtype == DType::i32) return all(static_cast<int32_t*>(x.data), int32_t(value));
     with_float_type("fill: x", x.dtype, [&](auto s) {

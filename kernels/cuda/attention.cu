@@ -34,7 +34,7 @@ struct HeadRows {
 };
 struct HeadRow {  // of a thread
     uint32_t row, lane, lanes;
-    int64_t b, t, h, at;  // at: in (B,H,T)
+    int64_t b, t, h;
     __device__ explicit HeadRow(const HeadRows& r) {
         const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
         lanes = 1u << r.lane_bits;
@@ -44,13 +44,13 @@ struct HeadRow {  // of a thread
         b = batch;
         t = bt - batch * r.T;
         h = row - bt * r.H;
-        at = (b * r.H + h) * r.T + t;
     }
 };
 
 template <class T, class O, int W>
-__global__ void __launch_bounds__(256) delta_kernel(float* delta, const Heads<const T> dout,
-                                                    const Heads<const O> o, const HeadRows r) {
+__global__ void __launch_bounds__(256)
+    delta_kernel(const Heads<float> delta, const Heads<const T> dout, const Heads<const O> o,
+                 const HeadRows r) {
     const HeadRow mine(r);
     const bool live = mine.row < r.rows;
     float sum = 0;
@@ -65,23 +65,24 @@ __global__ void __launch_bounds__(256) delta_kernel(float* delta, const Heads<co
     }
     for (uint32_t lane = mine.lanes / 2; lane > 0; lane /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    if (live && mine.lane == 0) delta[mine.at] = sum;
+    if (live && mine.lane == 0) *delta.at(mine.b, mine.t, mine.h) = sum;
 }
 
 template <int W>
 __global__ void __launch_bounds__(256)
-    merge_kernel(const Heads<float> o, float* lse, const Heads<const float> o2, const float* lse2,
-                 const HeadRows r) {
+    merge_kernel(const Heads<float> o, const Heads<float> lse, const Heads<const float> o2,
+                 const Heads<const float> lse2, const HeadRows r) {
     const HeadRow mine(r);
     const bool live = mine.row < r.rows;
-    const float one = live ? lse[mine.at] : -INFINITY, two = live ? lse2[mine.at] : -INFINITY;
+    const float one = live ? *lse.at(mine.b, mine.t, mine.h) : -INFINITY;
+    const float two = live ? *lse2.at(mine.b, mine.t, mine.h) : -INFINITY;
     const float top = fmaxf(one, two);
     const bool seen = top != -INFINITY;
     const float both = seen ? top + logf(expf(one - top) + expf(two - top)) : top;
     const float weight = seen ? expf(one - both) : 0.0f, weight2 = seen ? expf(two - both) : 0.0f;
     __syncwarp();  // all lanes of the row have read lse
     if (!live) return;
-    if (mine.lane == 0) lse[mine.at] = both;
+    if (mine.lane == 0) *lse.at(mine.b, mine.t, mine.h) = both;
     if (two == -INFINITY) return;
     for (int64_t c = mine.lane * W; c < r.D; c += mine.lanes * W) {
         float* p = o.at(mine.b, mine.t, mine.h) + c;
@@ -100,6 +101,12 @@ static void check_heads(const char* name, const Tensor& t, DType dtype, int64_t 
     CHECK(t && t.dtype == dtype && t.shape == Shape({B, T, H, D}), ": ", name, " is ",
           name_of(t.dtype), " ", t.shape.str(), ", expected ", name_of(dtype), " ",
           Shape({B, T, H, D}).str());
+}
+
+static void check_stats(const char* name, const Tensor& t, int64_t B, int64_t H, int64_t T) {
+    CHECK(t && t.dtype == DType::f32 && t.shape == Shape({B, H, T}) && (T <= 1 || t.pitch(2) == 1),
+          ": ", name, " is given ", name_of(t.dtype), " ", t.shape.str(), ", not f32 ",
+          Shape({B, H, T}).str(), " with rows of one piece");
 }
 
 static bool vectorizable_heads(const Tensor& t, int64_t width) {
@@ -124,7 +131,7 @@ static AttnShape shape_of(const char* name, const Call& a, DType act) {
     check_heads(name, a.q, act, s.B, s.Tq, s.H, s.D);
     check_heads(name, a.k, act, s.B, s.Tk, s.Hk, s.D);
     check_heads(name, a.v, act, s.B, s.Tk, s.Hk, s.D);
-    expect(a.lse, name, DType::f32, s.B * s.H * s.Tq);
+    check_stats(name, a.lse, s.B, s.H, s.Tq);
     CHECK(s.D >= 1 && s.D <= 256, ": ", name, " with head dim ", s.D, ", at most 256");
     CHECK(s.Hk > 0 && s.H % s.Hk == 0, ": ", s.H, " heads over ", s.Hk, " key-value heads");
     CHECK(s.Tk < int64_t(1) << 31, ": ", name, " of ", s.Tk, " keys");
@@ -160,7 +167,7 @@ void CudaKernels::use_cudnn_attention() { cudnn_ = make_cudnn_attention(); }
 // blocks of a ring): cuDNN would want a new plan for every length of the cache.
 template <class Call>
 static bool takes_cudnn(const std::shared_ptr<CudnnAttention>& cudnn, const Call& a) {
-    return cudnn && a.q0 == a.k0;
+    return cudnn && a.q0 == a.k0 && a.lse.contiguous();
 }
 
 int64_t CudaKernels::attention_workspace(const WorkspaceDims& d) const {
@@ -205,7 +212,7 @@ void CudaKernels::attention_backward(Stream& stream, const AttnGrad& a) {
     check_heads(name, a.dq, grad, s.B, s.Tq, s.H, s.D);
     check_heads(name, a.dk, grad, s.B, s.Tk, s.Hk, s.D);
     check_heads(name, a.dv, grad, s.B, s.Tk, s.Hk, s.D);
-    expect(a.delta, name, DType::f32, s.B * s.H * s.Tq);
+    check_stats(name, a.delta, s.B, s.H, s.Tq);
     s.vectors = s.vectors && vectorizable_heads(a.dout, 16 / size_of(precision_.act));
     if (s.B * s.H == 0) return;
     CHECK(stream.handle, ": ", name, " was queued without a stream");
@@ -242,7 +249,7 @@ template <class T, class O, int W>
 static void launch_delta(Stream& stream, const Tensor& delta, const Tensor& dout, const Tensor& o) {
     const HeadRows r = head_rows(dout, W);
     launch("attention_delta", stream, {.blocks = blocks_of(r)}, delta_kernel<T, O, W>,
-           delta.as<float>(), heads_of<const T>(dout), heads_of<const O>(o), r);
+           stats_of<float>(delta), heads_of<const T>(dout), heads_of<const O>(o), r);
 }
 
 void CudaKernels::attention_delta(Stream& stream, Tensor delta, Tensor dout, Tensor o) {
@@ -252,7 +259,7 @@ void CudaKernels::attention_delta(Stream& stream, Tensor delta, Tensor dout, Ten
     check_heads(name, o, o.dtype, dout.dim(0), dout.dim(1), dout.dim(2), dout.dim(3));
     CHECK(o.dtype == precision_.act || o.dtype == DType::f32, ": ", name, " with o in ",
           name_of(o.dtype));
-    expect(delta, name, DType::f32, dout.dim(0) * dout.dim(1) * dout.dim(2));
+    check_stats(name, delta, dout.dim(0), dout.dim(2), dout.dim(1));
     dispatch(precision_.act, [&](auto type) {
         using T = typename decltype(type)::type;
         constexpr int W = vector_width<T>;
@@ -269,16 +276,16 @@ void CudaKernels::attention_delta(Stream& stream, Tensor delta, Tensor dout, Ten
 void CudaKernels::attention_merge(Stream& stream, Tensor o, Tensor lse, Tensor o2, Tensor lse2) {
     const char* name = "attention_merge";
     CHECK(o.rank() == 4, ": ", name, " of o ", o.shape.str());
-    const int64_t B = o.dim(0), T_ = o.dim(1), H = o.dim(2), D = o.dim(3), rows = B * T_ * H;
+    const int64_t B = o.dim(0), T_ = o.dim(1), H = o.dim(2), D = o.dim(3);
     check_heads(name, o, DType::f32, B, T_, H, D);
     check_heads(name, o2, DType::f32, B, T_, H, D);
-    expect(lse, name, DType::f32, rows);
-    expect(lse2, name, DType::f32, rows);
+    check_stats(name, lse, B, H, T_);
+    check_stats(name, lse2, B, H, T_);
     const auto run = [&](auto width) {
         constexpr int W = decltype(width)::value;
         const HeadRows r = head_rows(o, W);
         launch(name, stream, {.blocks = blocks_of(r)}, merge_kernel<W>, heads_of<float>(o),
-               lse.as<float>(), heads_of<const float>(o2), static_cast<const float*>(lse2.data), r);
+               stats_of<float>(lse), heads_of<const float>(o2), stats_of<const float>(lse2), r);
     };
     if (vectorizable_heads(o, 4) && vectorizable_heads(o2, 4))
         run(std::integral_constant<int, 4>{});

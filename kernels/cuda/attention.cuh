@@ -24,6 +24,11 @@ template <class T>
 Heads<T> heads_of(const Tensor& t) {
     return {static_cast<T*>(t.data), t.pitch(0), t.pitch(1), t.pitch(2)};
 }
+// A (B,H,T) tensor seen as (B,T,H,1).
+template <class T>
+Heads<T> stats_of(const Tensor& t) {
+    return {static_cast<T*>(t.data), t.pitch(0), 1, t.pitch(1)};
+}
 
 // Smallest and largest first_key over each run of `rows` queries, (B, tiles); see attention.cu.
 struct TileKeys {
@@ -59,7 +64,7 @@ struct ForwardArgs {
     Heads<const T> q, k, v;
     Heads<T> o;
     Heads<float> running;  // with carry: o
-    float* lse;
+    Heads<float> lse;
     bool carry;
 };
 
@@ -67,7 +72,7 @@ template <class T>
 struct BackwardArgs {
     AttnShape s;
     Heads<const T> q, k, v, dout;
-    const float *lse, *delta;  // (B,H,Tq)
+    Heads<const float> lse, delta;
     Heads<T> dq, dk, dv;
     Heads<float> dq_sum, dk_sum, dv_sum;  // with `wide`, instead of these
     bool wide, add_q, add_kv;

@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(32 * kWarps) attention_keys_kernel(const Backw
     };
     const auto load_stats = [&](int64_t at) {
         const int64_t row = at % tiles * N;
-        const int64_t base = (b * s.H + hk * group + at / tiles) * s.Tq;
+        const int64_t h = hk * group + at / tiles;
 #pragma unroll
         for (int i = 0; i < N / 4; ++i) {
             const int64_t r = row + i / 2 * 8 + lane % 4 * 2 + i % 2;
             // Rows past the end get probability 0.
-            stats.lse[i] = r < s.Tq ? a.lse[base + r] * kLog2e : INFINITY;
-            stats.delta[i] = r < s.Tq ? a.delta[base + r] : 0.0f;
+            stats.lse[i] = r < s.Tq ? *a.lse.at(b, r, h) * kLog2e : INFINITY;
+            stats.delta[i] = r < s.Tq ? *a.delta.at(b, r, h) : 0.0f;
         }
     };
 
@@ -198,11 +198,10 @@ __global__ void __launch_bounds__(32 * kWarps) attention_queries_kernel(const Ba
     float lse[2], delta[2];
     for (int r = 0; r < 2; ++r) {
         const int64_t row = row0 + warp * 16 + lane / 4 + 8 * r;
-        const int64_t at = (b * s.H + h) * s.Tq + row;
         first[r] = s.first(b, row);
         last[r] = s.last(row);
-        lse[r] = row < s.Tq ? a.lse[at] * kLog2e : INFINITY;
-        delta[r] = row < s.Tq ? a.delta[at] : 0.0f;
+        lse[r] = row < s.Tq ? *a.lse.at(b, row, h) * kLog2e : INFINITY;
+        delta[r] = row < s.Tq ? *a.delta.at(b, row, h) : 0.0f;
     }
     const auto fetch = [&](int key, int stage) {
         load_tile<N, D>(keys + stage * N * pitch, a.k, b, hk, key, s.Tk, s.D, s.vectors);
@@ -270,8 +269,8 @@ void attention_backward_mma(Stream& stream, const AttnGrad& a, const AttnShape& 
                                        heads_of<const T>(a.k),
                                        heads_of<const T>(a.v),
                                        heads_of<const T>(a.dout),
-                                       a.lse.as<float>(),
-                                       a.delta.as<float>(),
+                                       stats_of<const float>(a.lse),
+                                       stats_of<const float>(a.delta),
                                        heads_of<T>(a.dq),
                                        heads_of<T>(a.dk),
                                        heads_of<T>(a.dv),

@@ -53,7 +53,7 @@ __device__ __forceinline__ void finish_rows(const ForwardArgs<T>& a, float (&o)[
         const int64_t row = first_row + lane / 4 + 8 * r;
         const float sum = quad_sum(l[r]);
         if (row >= a.s.Tq) continue;
-        float* lse = a.lse + (b * a.s.H + h) * a.s.Tq + row;
+        float* lse = a.lse.at(b, row, h);
         float mine = sum > 0 ? m[r] * kLn2 + logf(sum) : -INFINITY;
         float weight = sum > 0 ? 1 / sum : 0.0f, earlier = 0;
         if (a.carry) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void finish_rows(const ForwardArgs<T>& a, float (&o)[
                 const float x = o[j][2 * r + e] * weight;
                 if (a.carry) {
                     float* p = a.running.at(b, row, h) + d;
-                    *p = earlier * *p + x;
+                    *p = earlier > 0 ? earlier * *p + x : x;
                 } else {
                     a.o.at(b, row, h)[d] = convert<T>(x);
                 }
@@ -169,7 +169,7 @@ void attention_forward_mma(Stream& stream, const Attn& a, const AttnShape& s) {
                                 heads_of<const T>(a.v),
                                 heads_of<T>(a.o),
                                 heads_of<float>(a.o),
-                                a.lse.as<float>(),
+                                stats_of<float>(a.lse),
                                 a.carry};
             dispatch_head_dim(s.D, [&](auto dim) {
                 constexpr int D = decltype(dim)::value;

@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(32 * kWarps)
         add_weighted(o, p, s.D, [&](int j) { return a.v.at(b, base + j, hk); });
         m = top;
     }
-    float* const lse = a.lse + item;  // (B,H,Tq)
+    float* const lse = a.lse.at(b, row, h);
     float mine = l > 0 ? m + logf(l) : -INFINITY;
     float weight = l > 0 ? 1 / l : 0.0f, earlier = 0;
     if (a.carry) {
@@ -77,7 +77,7 @@ static __global__ void __launch_bounds__(32 * kWarps)
         const int64_t d = lane + 32 * i;
         if (d >= s.D) continue;
         float* p = a.o.at(b, row, h) + d;
-        *p = a.carry ? earlier * *p + weight * o[i] : weight * o[i];
+        *p = a.carry && earlier > 0 ? earlier * *p + weight * o[i] : weight * o[i];
     }
 }
 
@@ -102,7 +102,7 @@ static __global__ void __launch_bounds__(32 * kWarps)
     float *const q = rows[threadIdx.x / 32][0], *const dout = rows[threadIdx.x / 32][1];
     keep_row(q, a.q.at(b, row, h), s.D);
     keep_row(dout, a.dout.at(b, row, h), s.D);
-    const float lse = a.lse[item], delta = a.delta[item];
+    const float lse = *a.lse.at(b, row, h), delta = *a.delta.at(b, row, h);
     const int first = s.first(b, row), end = s.last(row) + 1;
     float dq[kColumns] = {};
     for (int base = first; base < end; base += 32) {
@@ -130,14 +130,13 @@ static __global__ void __launch_bounds__(32 * kWarps)
     keep_row(v, a.v.at(b, key, hk), s.D);
     float dk[kColumns] = {}, dv[kColumns] = {};
     for (int64_t h = hk * group; h < (hk + 1) * group; ++h) {
-        const int64_t stats = (b * s.H + h) * s.Tq;
         for (int64_t base = s.causal ? max(key - s.shift, int64_t(0)) : 0; base < s.Tq;
              base += 32) {
             const int64_t row = base + threadIdx.x % 32;
             float p = 0, ds = 0;
             if (row < s.Tq && s.first(b, row) <= key) {
-                p = expf(s.scale * dot(k, a.q.at(b, row, h), s.D) - a.lse[stats + row]);
-                ds = s.scale * p * (dot(v, a.dout.at(b, row, h), s.D) - a.delta[stats + row]);
+                p = expf(s.scale * dot(k, a.q.at(b, row, h), s.D) - *a.lse.at(b, row, h));
+                ds = s.scale * p * (dot(v, a.dout.at(b, row, h), s.D) - *a.delta.at(b, row, h));
             }
             add_weighted(dv, p, s.D, [&](int j) { return a.dout.at(b, base + j, h); });
             add_weighted(dk, ds, s.D, [&](int j) { return a.q.at(b, base + j, h); });
@@ -155,7 +154,7 @@ void attention_forward_fp32(Stream& stream, const Attn& a, const AttnShape& s) {
                                   heads_of<const float>(a.v),
                                   heads_of<float>(a.o),
                                   heads_of<float>(a.o),
-                                  a.lse.as<float>(),
+                                  stats_of<float>(a.lse),
                                   a.carry};
     launch("attention_forward", stream,
            {.blocks = divide_up(s.B * s.H * s.Tq, kWarps), .threads = 32 * kWarps},
@@ -168,8 +167,8 @@ void attention_backward_fp32(Stream& stream, const AttnGrad& a, const AttnShape&
                                    heads_of<const float>(a.k),
                                    heads_of<const float>(a.v),
                                    heads_of<const float>(a.dout),
-                                   a.lse.as<float>(),
-                                   a.delta.as<float>(),
+                                   stats_of<const float>(a.lse),
+                                   stats_of<const float>(a.delta),
                                    heads_of<float>(a.dq),
                                    heads_of<float>(a.dk),
                                    heads_of<float>(a.dv),

@@ -92,6 +92,25 @@ struct CastRowsOp {
     }
 };
 
+// T: as wide as an element.
+template <class T>
+struct FillRowsOp {
+    static constexpr int width = 16 / int(sizeof(T));
+    T* x;
+    RowOffsets rows;
+    uint64_t pattern;
+    template <int W>
+    __device__ void run(int64_t row, int64_t col) const {
+        const uint32_t low = uint32_t(pattern), high = uint32_t(pattern >> 32);
+        rows.at(row, [&](int64_t to, int64_t) {
+            if constexpr (W > 1)
+                *reinterpret_cast<uint4*>(x + to + col) = make_uint4(low, high, low, high);
+            else
+                x[to + col] = T(pattern);
+        });
+    }
+};
+
 // One Philox call makes four numbers, for elements whose random index shares index / 4.
 struct CastStochasticOp {
     static constexpr int width = 1;
@@ -168,13 +187,33 @@ static uint64_t pattern_of(DType t, double value) {
     return all;
 }
 
+// Whether rows of these may be accessed 16 bytes at a time.
+static bool aligned_rows(const Tensor& t, int64_t width) {
+    bool aligned = aligned16(t.data) && t.dim(-1) % width == 0;
+    for (int i = 0; i < t.rank() - 1; ++i) aligned = aligned && t.pitch(i) % width == 0;
+    return aligned;
+}
+
+template <class T>
+static void fill_rows(Stream& stream, const Tensor& x, uint64_t pattern) {
+    const FillRowsOp<T> op{static_cast<T*>(x.data), RowOffsets(x, x), pattern};
+    map_rows("fill", stream, op, x.numel() / x.dim(-1), x.dim(-1), aligned_rows(x, op.width));
+}
+
 void CudaKernels::fill(Stream& stream, Tensor x, double value) {
     if (x.numel() == 0) return;
-    CHECK(x.contiguous());
+    const uint64_t pattern = pattern_of(x.dtype, value);
+    if (!x.contiguous()) {
+        CHECK(x.dim(-1) == 1 || x.pitch(-1) == 1, ": fill of ", x.shape.str(), " without rows");
+        switch (size_of(x.dtype)) {
+            case 2: return fill_rows<uint16_t>(stream, x, pattern);
+            case 4: return fill_rows<uint32_t>(stream, x, pattern);
+            default: return fill_rows<uint64_t>(stream, x, pattern);
+        }
+    }
     uint8_t* begin = static_cast<uint8_t*>(x.data);
     const int64_t blocks = std::min<int64_t>(divide_up(x.bytes(), 16 * 256), 1 << 22);
-    launch("fill", stream, {.blocks = blocks}, fill_kernel, begin, begin + x.bytes(),
-           pattern_of(x.dtype, value));
+    launch("fill", stream, {.blocks = blocks}, fill_kernel, begin, begin + x.bytes(), pattern);
 }
 
 template <class Dst, class Src>
@@ -182,16 +221,14 @@ static void cast_to(Stream& stream, const Tensor& dst, const Tensor& src) {
     Dst* const to = static_cast<Dst*>(dst.data);
     const Src* const from = static_cast<const Src*>(src.data);
     const int width = cast_width<Dst, Src>;
-    bool aligned = aligned16(to) && aligned16(from);
     if (dst.contiguous() && src.contiguous()) {
+        const bool aligned = aligned16(to) && aligned16(from);
         map("cast", stream, CastOp<Dst, Src>{to, from}, dst.numel(), aligned);
         return;
     }
-    for (int i = 0; i < dst.rank() - 1; ++i)
-        aligned = aligned && dst.pitch(i) % width == 0 && src.pitch(i) % width == 0;
     const int64_t cols = dst.dim(-1);
     map_rows("cast", stream, CastRowsOp<Dst, Src>{to, from, RowOffsets(dst, src)},
-             dst.numel() / cols, cols, aligned && cols % width == 0);
+             dst.numel() / cols, cols, aligned_rows(dst, width) && aligned_rows(src, width));
 }
 
 void CudaKernels::cast(Stream& stream, Tensor dst, Tensor src) {

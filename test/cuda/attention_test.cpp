@@ -86,8 +86,8 @@ Outputs in_blocks(const Problem& p, Gpu& gpu, int64_t block) {
     };
     const DeviceValue q = given("q", p.H), k = given("k", p.Hk), v = given("v", p.Hk),
                       dout = given("dout", p.H);
-    const DeviceValue o = zero({p.B, p.T, p.H, p.D}),
-                      lse = zero({p.B, p.H, p.T}, -std::numeric_limits<double>::infinity()),
+    const DeviceValue o = zero({p.B, p.T, p.H, p.D}, std::nan("")),  // not to be read
+        lse = zero({p.B, p.H, p.T}, -std::numeric_limits<double>::infinity()),
                       delta = zero({p.B, p.H, p.T}), dq = zero({p.B, p.T, p.H, p.D}),
                       dk = zero({p.B, p.T, p.Hk, p.D}), dv = zero({p.B, p.T, p.Hk, p.D});
     const DeviceValue first(gpu, DType::i32, {p.B, p.T},

@@ -67,6 +67,20 @@ TEST_CASE("cast rounds to nearest even between all types") {
             }
 }
 
+TEST_CASE("fill of pitched tensors") {
+    Gpu gpu(DType::bf16);
+    const Shape shape{3, 5, 2, 24};
+    for (DType type : {DType::f64, DType::f32, DType::bf16, DType::f16, DType::i32})
+        for (int64_t gap : {3, 8}) {
+            CAPTURE(name_of(type));
+            CAPTURE(gap);
+            const DeviceValue x(gpu, type, shape, constant_values(shape.numel(), -1), gap);
+            gpu.k->fill(gpu.stream, x.tensor(), 3);
+            EXPECT(x.all() == constant_values(shape.numel(), 3));
+            EXPECT(x.gaps_intact());
+        }
+}
+
 TEST_CASE("cast of pitched tensors") {
     Gpu gpu(DType::bf16);
     const Shape shape{3, 5, 2, 24};

@@ -13,8 +13,8 @@ Spec input(const char* name, Shape shape, Grad grad, bool pitched = false) {
 Spec output(const char* name, Shape shape, bool pitched = false) {
     return {.name = name, .shape = shape, .kind = Kind::output, .pitched = pitched};
 }
-Spec stat(const char* name, Shape shape) {
-    return {.name = name, .shape = shape, .kind = Kind::stat};
+Spec stat(const char* name, Shape shape, bool pitched = false) {
+    return {.name = name, .shape = shape, .kind = Kind::stat, .pitched = pitched};
 }
 
 // n indices below `limit` with repeats; the last index of the table is among them.
@@ -226,13 +226,14 @@ struct AttentionCase {
 
 OpCase attention(const AttentionCase& a) {
     const Grad grad = a.accumulate ? Grad::adds : Grad::writes;
-    OpCase c{.name = "attention, " + a.name,
-             .ops = {"attention_forward", "attention_delta", "attention_backward"},
-             .tensors = {input("q", {a.B, a.Tq, a.H, a.D}, grad, true),
-                         input("k", {a.B, a.Tk, a.Hk, a.D}, grad, true),
-                         input("v", {a.B, a.Tk, a.Hk, a.D}, grad, true),
-                         output("o", {a.B, a.Tq, a.H, a.D}, true), stat("lse", {a.B, a.H, a.Tq}),
-                         stat("delta", {a.B, a.H, a.Tq})}};
+    OpCase c{
+        .name = "attention, " + a.name,
+        .ops = {"attention_forward", "attention_delta", "attention_backward"},
+        .tensors = {input("q", {a.B, a.Tq, a.H, a.D}, grad, true),
+                    input("k", {a.B, a.Tk, a.Hk, a.D}, grad, true),
+                    input("v", {a.B, a.Tk, a.Hk, a.D}, grad, true),
+                    output("o", {a.B, a.Tq, a.H, a.D}, true), stat("lse", {a.B, a.H, a.Tq}, true),
+                    stat("delta", {a.B, a.H, a.Tq}, true)}};
     if (a.first_key) {
         std::vector<int32_t> first;
         for (int64_t i = 0; i < a.B * a.Tq; ++i) first.push_back(a.first_key(i % a.Tq));
@@ -329,17 +330,18 @@ std::vector<AttentionCase> attention_cases(bool big) {
 
 OpCase attention_merge(bool big) {
     const int64_t B = 2, T = big ? 203 : 5, H = 3, D = big ? 40 : 6;
-    OpCase c{
-        .name = "attention_merge",
-        .ops = {"attention_merge"},
-        .tensors = {input("o1", {B, T, H, D}, Grad::none, true), input("l1", {B, H, T}, Grad::none),
-                    input("o2", {B, T, H, D}, Grad::none, true), input("l2", {B, H, T}, Grad::none),
-                    output("o", {B, T, H, D}, true), output("l", {B, H, T})},
-        .forward = [](Run& r) {
-            r.copy("o", "o1");
-            r.copy("l", "l1");
-            r.k.attention_merge(r.stream, r["o"], r["l"], r["o2"], r["l2"]);
-        }};
+    OpCase c{.name = "attention_merge",
+             .ops = {"attention_merge"},
+             .tensors = {input("o1", {B, T, H, D}, Grad::none, true),
+                         input("l1", {B, H, T}, Grad::none, true),
+                         input("o2", {B, T, H, D}, Grad::none, true),
+                         input("l2", {B, H, T}, Grad::none, true), output("o", {B, T, H, D}, true),
+                         output("l", {B, H, T}, true)},
+             .forward = [](Run& r) {
+                 r.copy("o", "o1");
+                 r.copy("l", "l1");
+                 r.k.attention_merge(r.stream, r["o"], r["l"], r["o2"], r["l2"]);
+             }};
     return c;
 }
 

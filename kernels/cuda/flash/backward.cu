@@ -128,6 +128,7 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
     p.dq = a.dq.data, p.dk = a.dk.data, p.dv = a.dv.data;
     p.dq_pitch = pitch_of(a.dq), p.dk_pitch = pitch_of(a.dk), p.dv_pitch = pitch_of(a.dv);
     p.lse = a.lse.as<float>(), p.delta = a.delta.as<float>();
+    p.lse_pitch = stats_pitch(a.lse), p.delta_pitch = stats_pitch(a.delta);
     p.k_pitch = pitch_of(a.k), p.v_pitch = pitch_of(a.v), p.dout_pitch = pitch_of(a.dout);
     p.k_data = a.k.data, p.v_data = a.v.data, p.dout_data = a.dout.data;
     p.mask = mask_of(a.first_key, a.q0, a.k0, Tq, Tk, a.causal);

@@ -121,8 +121,11 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     if (threadIdx.x < M) {
         const int r = threadIdx.x, row = m * M + r;
         const bool inside = row < p.mask.queries;
-        const int64_t at = int64_t(bh) * p.mask.queries + row;
-        const float lse = inside ? p.lse[at] : -INFINITY, delta = inside ? p.delta[at] : 0.f;
+        const auto of_row = [&](const float* stat, const Pitch& pitch) {
+            return stat[batch * pitch.batch + head * pitch.head + row];
+        };
+        const float lse = inside ? of_row(p.lse, p.lse_pitch) : -INFINITY;
+        const float delta = inside ? of_row(p.delta, p.delta_pitch) : 0.f;
         stats.lse2[r] = lse == -INFINITY ? INFINITY : lse * 1.44269504f;
         stats.delta[r] = delta;
         if constexpr (Tile::sum != Sum::plain) {

@@ -23,12 +23,20 @@ void launch(cudaStream_t stream, const Attn& a, void* workspace) {
                   : launch_forward<ForwardTile<T, 64, 2, false>>(stream, a, workspace);
 }
 
+// Rows of lse are numbered through the heads of all batches.
+bool lse_supported(const Tensor& lse) {
+    const int64_t rows = std::max<int64_t>(lse.pitch(1), 1), limit = int64_t(1) << 31;
+    return lse.dtype == DType::f32 && rows < limit &&
+           (lse.dim(0) == 1 ||
+            (lse.pitch(0) % rows == 0 && lse.dim(0) * (lse.pitch(0) / rows) < limit));
+}
+
 }  // namespace
 
 bool forward_supported(const Attn& a) {
     return inputs_supported(a.q, a.k, a.v, a.scale) &&
            a.o.dtype == (a.carry ? DType::f32 : a.q.dtype) && rows_aligned(a.o, a.carry ? 8 : 16) &&
-           a.lse.dtype == DType::f32 &&
+           lse_supported(a.lse) &&
            runs_here(
                reinterpret_cast<const void*>(&forward_kernel<ForwardTile<__nv_bfloat16, 64, 2>>));
 }

@@ -87,7 +87,8 @@ DEVICE void forward_merge(const ForwardParams& p, const ForwardWork& w, int row0
                           row * p.o_pitch.row + w.head * p.o_pitch.head + 2 * quad;
         UNROLL for (int j = 0; j < Tile::d / 8; ++j) {
             if (!Tile::exact && 8 * j >= p.head_dim) break;
-            float2 x = *reinterpret_cast<float2*>(to + 8 * j);
+            float2 x = make_float2(0, 0);
+            if (keep > 0) x = *reinterpret_cast<float2*>(to + 8 * j);
             x.x = x.x * keep + o[4 * j + 2 * r] * weight;
             x.y = x.y * keep + o[4 * j + 2 * r + 1] * weight;
             *reinterpret_cast<float2*>(to + 8 * j) = x;

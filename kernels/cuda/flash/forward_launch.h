@@ -24,6 +24,8 @@ void launch_forward(cudaStream_t stream, const Attn& a, void* workspace) {
     p.k = tile_map(a.k, Tile::n, panel);
     p.v = tile_map(a.v, Tile::n, panel);
     p.o = a.o.data, p.lse = a.lse.as<float>(), p.o_pitch = pitch_of(a.o);
+    p.lse_rows = int32_t(a.lse.pitch(1));
+    p.lse_heads = int32_t(a.lse.pitch(0) / std::max<int64_t>(a.lse.pitch(1), 1));
     p.mask = mask_of(a.first_key, a.q0, a.k0, Tq, Tk, a.causal);
     p.tiles = int32_t(B * H * m_tiles), p.m_tiles = int32_t(m_tiles);
     p.heads = int32_t(H), p.group = int32_t(group), p.all_heads = int32_t(B * H);

@@ -45,6 +45,8 @@ inline bool rows_aligned(const Tensor& t, int64_t bytes) {
 }
 
 inline Pitch pitch_of(const Tensor& t) { return {t.pitch(0), t.pitch(1), t.pitch(2)}; }
+// Of a (B,H,T) tensor.
+inline Pitch stats_pitch(const Tensor& t) { return {t.pitch(0), 1, t.pitch(1)}; }
 
 // Boxes of `rows` rows of one head, zeros past the end: all panels of 64 columns when those divide
 // the head dim, else one panel, which the end of the head cuts off; one_panel: one in any case.

@@ -40,7 +40,7 @@ struct Mask {
 struct ForwardParams {
     CUtensorMap q, k, v, o_map;  // o_map: not with carry
     void* o;                     // (B,Tq,H,D), T, or float with carry
-    float* lse;                  // (B,H,Tq)
+    float* lse;                  // (B,H,Tq), contiguous along Tq
     Pitch o_pitch;
     Mask mask;
     int32_t* counter;  // tiles handed out beyond the first of each block; null when there are none
@@ -53,10 +53,11 @@ struct ForwardParams {
     int32_t all_heads;      // B * H
     float scale, scale_log2;
     bool carry;
-    int32_t head_dim;  // columns that exist; the tile may be wider
+    int32_t head_dim;             // columns that exist; the tile may be wider
+    int32_t lse_heads, lse_rows;  // of a batch and of a head, in memory
 
     __device__ float* lse_at(int batch, int head, int row) const {
-        return lse + int64_t(batch * heads + head) * mask.queries + row;
+        return lse + int64_t(batch * lse_heads + head) * lse_rows + row;
     }
 };
 
@@ -93,7 +94,8 @@ struct BackwardParams {
     CUtensorMap q, k, v, dout;
     void *dq, *dk, *dv;  // T, or float with `wide`
     Pitch dq_pitch, dk_pitch, dv_pitch;
-    const float *lse, *delta;  // (B,H,Tq)
+    const float *lse, *delta;  // (B,H,Tq), contiguous along Tq
+    Pitch lse_pitch, delta_pitch;
     Pitch k_pitch, v_pitch, dout_pitch;
     const void *k_data, *v_data, *dout_data;
     Mask mask;
