@@ -118,6 +118,25 @@ fault 'local instead of global positions' comm/seq/schedule.cpp test_comm "$mode
 ----
 .q0 = q_row,
 END
+fault 'own tokens see all of each other' comm/seq/schedule.cpp test_comm "$modes" <<'END'
+pieces.push_back({0, n, 0, 0, n, 0, true});
+----
+pieces.push_back({0, n, 0, 0, n, 0, false});
+END
+fault 'queries joined that see different keys' comm/seq/schedule.cpp test_comm 'schedule: every visible*' <<'END'
+last.k_row != now.k_row || last.k_rows != now.k_rows)
+----
+last.k_row != now.k_row)
+END
+fault 'queries that see nothing keep what lay there' comm/seq/ring.cpp test_comm "$modes" <<'END'
+    if (c.masked) fill_rows(k_, s, c.queries.o, 0);  // a query may see nothing
+----
+END
+fault 'a helper gets the statistics of other rows' comm/seq/ring.cpp test_comm "$modes" <<'END'
+all.slice(2, w.q_lo, n)
+----
+all.slice(2, 0, n)
+END
 fault 'documents lose their first key' comm/seq/schedule.cpp test_comm "$modes" <<'END'
 const int64_t begin = std::max(keys.begin, first);
 ----
@@ -141,21 +160,21 @@ fault 'returned dK and dV divided by the ranks' comm/seq/ring.cpp test_comm "$mo
         k_.scale(s, from, 1.0 / ranks());
 END
 fault 'results written over those of an earlier block' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
-if (whole && fresh == box.count())
+if (fresh == box.count())
 ----
-if (whole && fresh > 0)
+if (fresh > 0)
 END
 fault 'results of some heads written over all' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
-if (whole && fresh == box.count())
+if (slab.count() > 0) left
 ----
-if (fresh == box.count())
+if (slab.count() > 0 && axis != RowBox::head) left
 END
 fault 'results added to what lay there before' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
     for (const RowBox& b : taken) clear(b);
 ----
 END
 fault 'sums of rows without results not cleared' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv));
+    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv, d_.Hk, true));
 ----
 END
 fault 'work counted as if there were no documents' comm/seq/balance.cpp test_comm 'balance*' <<'END'
@@ -187,9 +206,9 @@ fault 'an early share of everything' comm/seq/schedule.cpp test_comm "$modes" <<
         if (late) begin = end - held_back;
 END
 fault 'helper and owner both take the late half' comm/seq/schedule.cpp test_comm "$modes" <<'END'
-return (p.run < half) != (pair.part == Part::early_runs);
+(run < q.size() / 2) != (part == Part::early_runs)) continue;
 ----
-return p.run < half;
+run < q.size() / 2) continue;
 END
 fault 'results of a helper dropped' comm/seq/ring.cpp test_comm "$modes" <<'END'
 if (!w.helps(x) || w.pair.q != me_) continue;
@@ -202,7 +221,7 @@ if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
 if (c.masked) each_sequence(recvs, w.pair.q, Tensor(q.lse.data, DType::i32, q.first_key.shape));
 END
 fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    f.dq = result, f.fresh = {B, n};
+    f.dq = result, f.fresh = fresh(n);
 ----
     f.dq = result;
 END

@@ -4,28 +4,34 @@
 
 namespace torus {
 
-bool FreshRows::take(const RowBox& box, bool whole, const Clear& clear) {
+bool FreshRows::take(const RowBox& box, const Clear& clear) {
     std::vector<RowBox> taken, left;
-    const auto keep = [&](const RowBox& b) {
-        if (b.batch < b.batch_end && b.row < b.row_end) left.push_back(b);
-    };
     int64_t fresh = 0;
-    for (const RowBox& l : left_) {
-        const RowBox hit{std::max(l.batch, box.batch), std::min(l.batch_end, box.batch_end),
-                         std::max(l.row, box.row), std::min(l.row_end, box.row_end)};
-        if (hit.batch >= hit.batch_end || hit.row >= hit.row_end) {
-            keep(l);
+    for (RowBox rest : left_) {
+        RowBox hit = rest;
+        bool meets = true;
+        for (int axis = 0; axis < 3; ++axis) {
+            hit[axis].begin = std::max(hit[axis].begin, box[axis].begin);
+            hit[axis].end = std::min(hit[axis].end, box[axis].end);
+            meets = meets && hit[axis].size() > 0;
+        }
+        if (!meets) {
+            left.push_back(rest);
             continue;
+        }
+        // Slabs before and behind the hit, axis by axis.
+        for (int axis = 0; axis < 3; ++axis) {
+            RowBox before = rest, behind = rest;
+            before[axis].end = hit[axis].begin, behind[axis].begin = hit[axis].end;
+            for (const RowBox& slab : {before, behind})
+                if (slab.count() > 0) left.push_back(slab);
+            rest[axis] = hit[axis];
         }
         taken.push_back(hit);
         fresh += hit.count();
-        keep({l.batch, hit.batch, l.row, l.row_end});
-        keep({hit.batch_end, l.batch_end, l.row, l.row_end});
-        keep({hit.batch, hit.batch_end, l.row, hit.row});
-        keep({hit.batch, hit.batch_end, hit.row_end, l.row_end});
     }
     left_ = std::move(left);
-    if (whole && fresh == box.count()) return true;
+    if (fresh == box.count()) return true;
     for (const RowBox& b : taken) clear(b);
     return false;
 }

@@ -1,6 +1,5 @@
 // The loop of ring.h. The buffers of forward and backward share one planned tensor, each cut from
-// it by a layout of its own. Softmax statistics are kept run by run, (B,H,rows) each, because the
-// kernels take them dense.
+// it by a layout of its own.
 #include "comm/seq/ring.h"
 
 #include <algorithm>
@@ -19,7 +18,7 @@ using List = std::vector<Message>;
 struct Queries {
     Tensor q, dout, first_key;  // act (B,rows,H,D) twice, optional i32 (B,rows)
     Tensor o, dq;               // stat (B,rows,H,D)
-    Tensor lse, delta;          // stat (B*H*rows), run by run
+    Tensor lse, delta;          // stat (B,H,rows)
     FreshRows fresh;            // of dq
     int64_t lo = 0;
 };
@@ -110,25 +109,14 @@ private:
     Tensor buffer(const Layout& l, const std::string& what, int step, const Shape& shape) const {
         return buffer(l, what + std::to_string(step % slots_), shape);
     }
-    Tensor of_run(const Tensor& stat, int64_t row, int64_t rows) const {
-        return stat.slice(0, row * d_.B * d_.H, rows * d_.B * d_.H).view({d_.B, d_.H, rows});
-    }
-    // f(row of the first, rows) for each of my runs.
-    template <class F>
-    void each_run(F f) const {
-        int64_t row = 0;
-        for (const TokenRun& r : p_.runs[size_t(me_)]) {
-            f(row, r.count);
-            row += r.count;
-        }
-    }
+    FreshRows fresh(int64_t rows) const { return {d_.B, rows, d_.Hk}; }
 
     Call start(Stream& s, bool back, const AttnGradIn& g) const;
     Queries fetched_queries(const Call& c, int step) const;
     Keys fetched_keys(const Call& c, int step) const;
     void loop(Stream& s, Call& c);
     bool anything_travels(const Call& c, int t) const;
-    void blocks_in(const Call& c, int step, List& sends, List& recvs) const;
+    void blocks_in(Stream& s, const Call& c, int step, List& sends, List& recvs) const;
     void results_home(const Call& c, int step, List& sends, List& recvs) const;
     void compute(Stream& s, Call& c, int step, bool late) const;
     void collect(Stream& s, Call& c, int step) const;
@@ -176,7 +164,8 @@ void RingAttention::lay_out() {
         const int64_t kv_out = back ? most.keys * kv_width : 0;
         l.add("kv", act, {B, T_, kv_width});
         l.add("q", act, {B, has_helper_ ? T_ : 0, in * q_width});
-        l.add("stats", stat, {in, B, H, T_});
+        l.add("delta", stat, {B, H, back ? T_ : 0});
+        l.add("q_stats", stat, {2, B, H, back && has_helper_ ? T_ : 0});
         l.add("q_result", stat, {B, T_, q_width});
         l.add("kv_result", stat, {B, back ? T_ : 0, kv_width});
         l.add("home_q", stat, {B, most.home_queries, q_width});
@@ -205,27 +194,27 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const int64_t n = w.q_rows();
     const Tensor block = buffer(c.buffers, "block", step, {B, n, in * H, D});
-    const Tensor stats = buffer(c.buffers, "block_stats", step, {in * B * H * n});
+    const Tensor stats = buffer(c.buffers, "block_stats", step, {in, B * H * n});
     const Tensor result = buffer(c.buffers, "result", step, {B, n, H, D});
     Queries f;
     f.lo = w.q_lo;
     f.q = block.slice(2, 0, H);
-    f.lse = stats.slice(0, 0, B * H * n);
+    f.lse = stats.rows(0, 1).view({B, H, n});
     if (c.masked) f.first_key = buffer(c.buffers, "block_first_key", step, {B, n});
     if (!c.back) {
         f.o = result;
         return f;
     }
-    f.dq = result, f.fresh = {B, n};
+    f.dq = result, f.fresh = fresh(n);
     f.dout = block.slice(2, H, H);
-    f.delta = stats.slice(0, B * H * n, B * H * n);
+    f.delta = stats.rows(1, 1).view({B, H, n});
     return f;
 }
 
 Keys RingAttention::fetched_keys(const Call& c, int step) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
-    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .fresh = {d_.B, w.k_rows()}};
+    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .fresh = fresh(w.k_rows())};
     if (c.back) f.dkv = buffer(c.buffers, "result", step, shape);
     return f;
 }
@@ -248,7 +237,7 @@ bool RingAttention::anything_travels(const Call& c, int t) const {
 }
 
 // Owners send the blocks that `step` works on. Rows of one sequence are dense, the batch is not.
-void RingAttention::blocks_in(const Call& c, int step, List& sends, List& recvs) const {
+void RingAttention::blocks_in(Stream& s, const Call& c, int step, List& sends, List& recvs) const {
     const auto each_sequence = [&](List& list, int peer, const Tensor& t) {
         for (int64_t b = 0; b < d_.B; ++b) list.push_back({peer, t.rows(b, 1)});
     };
@@ -264,13 +253,20 @@ void RingAttention::blocks_in(const Call& c, int step, List& sends, List& recvs)
             }
         }
         if (!w.helps(x)) continue;
-        const int64_t n = w.q_rows(), in = c.back ? 2 : 1, BH = d_.B * d_.H;
+        const int64_t n = w.q_rows(), in = c.back ? 2 : 1;
         if (w.pair.q == me_) {
             const Tensor packed = buffer(c.buffers, "q", {d_.B, T_, in * d_.H, d_.D});
             each_sequence(sends, x, packed.slice(1, w.q_lo, n));
             if (c.masked) each_sequence(sends, x, c.queries.first_key.slice(1, w.q_lo, n));
-            if (c.back) sends.push_back({x, c.queries.lse.slice(0, w.q_lo * BH, n * BH)});
-            if (c.back) sends.push_back({x, c.queries.delta.slice(0, w.q_lo * BH, n * BH)});
+            for (const int which : {0, 1}) {
+                if (!c.back) break;
+                const Tensor& all = which ? c.queries.delta : c.queries.lse;
+                const Tensor dense = buffer(c.buffers, "q_stats", {2, d_.B * d_.H * n})
+                                         .rows(which, 1)
+                                         .view({d_.B, d_.H, n});
+                copy_rows(k_, s, dense, all.slice(2, w.q_lo, n));
+                sends.push_back({x, dense});
+            }
         }
         if (x == me_) {
             const Queries q = fetched_queries(c, step);
@@ -319,12 +315,12 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
     Keys fetched_k = w.fetches_keys(me_) ? fetched_keys(c, step) : Keys();
     Queries& q = w.helps(me_) ? fetched_q : c.queries;
     Keys& keys = w.fetches_keys(me_) ? fetched_k : c.keys;
-    if (w.helps(me_) && !c.back) k_.fill(s, q.o, 0);
     if (w.helps(me_) && !c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
     // Whether results are to be added to what lies in these rows; clears those that are half new.
-    const auto adds = [&](FreshRows& fresh, const Tensor& sum, int64_t row, int64_t rows) {
-        return !fresh.take({mine.batch, mine.batch_end, row, row + rows},
-                           mine.head_end - mine.head == d_.Hk, clear_rows(k_, s, sum));
+    const auto adds = [&](FreshRows& fresh, const Tensor& sum, int64_t row, int64_t rows, bool kv) {
+        return !fresh.take(
+            {{{{mine.batch, mine.batch_end}, {row, row + rows}, {mine.head, mine.head_end}}}},
+            clear_rows(k_, s, sum, d_.Hk, kv));
     };
     for (size_t i = mine.piece; i < mine.piece_end; ++i) {
         const Piece& p = w.pieces[i];
@@ -336,12 +332,12 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
         const auto rows = [&](const Tensor& t) { return t.slice(1, q_row, p.q_rows); };
         const auto queries = [&](const Tensor& t) { return mine.of(rows(t), 2, group); };
         const auto stats = [&](const Tensor& t) {
-            return mine.of(of_run(t, q_row, p.q_rows), 1, group);
+            return mine.of(t.slice(2, q_row, p.q_rows), 1, group);
         };
         const Tensor first_key = c.masked ? mine.sequences(rows(q.first_key)) : Tensor();
         if (c.back) {
-            const bool add_q = adds(q.fresh, q.dq, q_row, p.q_rows);
-            const bool add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows);
+            const bool add_q = adds(q.fresh, q.dq, q_row, p.q_rows, false);
+            const bool add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows, true);
             k_.attention_backward(s, {.q = queries(q.q),
                                       .k = half(keys.kv, 0),
                                       .v = half(keys.kv, 1),
@@ -372,16 +368,17 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
                                      .carry = true});
         }
     }
-    if (c.back && w.helps(me_)) q.fresh.take_rest(clear_rows(k_, s, q.dq));
+    if (c.back && w.helps(me_)) q.fresh.take_rest(clear_rows(k_, s, q.dq, d_.Hk));
 }
 
 // Adds what came home of `step`.
 void RingAttention::collect(Stream& s, Call& c, int step) const {
     const auto add = [&](FreshRows& fresh, const Tensor& sum, const Tensor& home, int64_t b,
-                         int64_t row, int64_t at, int64_t rows) {
+                         int64_t row, int64_t at, int64_t rows, bool kv) {
         const Tensor to = sum.rows(b, 1).slice(1, row, rows);
         const Tensor from = home.rows(b, 1).slice(1, at, rows);
-        if (fresh.take({b, b + 1, row, row + rows}, true, clear_rows(k_, s, sum)))
+        if (fresh.take({{{{b, b + 1}, {row, row + rows}, {0, d_.Hk}}}},
+                       clear_rows(k_, s, sum, d_.Hk, kv)))
             copy_rows(k_, s, to, from);
         else
             k_.add(s, to, to, from);
@@ -392,21 +389,16 @@ void RingAttention::collect(Stream& s, Call& c, int step) const {
             const Tensor home = buffer(c.buffers, "home_kv", {d_.B, w.k_rows(), 2 * d_.Hk, d_.D});
             for (int64_t b = 0; b < d_.B; ++b)
                 for (const Span& span : w.keys)
-                    add(c.keys.fresh, c.keys.dkv, home, b, span.row, span.at, span.rows);
+                    add(c.keys.fresh, c.keys.dkv, home, b, span.row, span.at, span.rows, true);
         }
         if (!w.helps(x) || w.pair.q != me_) continue;
         const int64_t n = w.q_rows();
         const Tensor home = buffer(c.buffers, "home_q", {d_.B, n, d_.H, d_.D});
         for (int64_t b = 0; c.back && b < d_.B; ++b)
-            add(c.queries.fresh, c.queries.dq, home, b, w.q_lo, 0, n);
+            add(c.queries.fresh, c.queries.dq, home, b, w.q_lo, 0, n, false);
         if (c.back) continue;
-        const Tensor lse = buffer(c.buffers, "home_lse", {d_.B * d_.H * n});
-        each_run([&](int64_t row, int64_t count) {
-            if (row < w.q_lo || row >= w.q_hi) return;
-            k_.attention_merge(
-                s, c.queries.o.slice(1, row, count), of_run(c.queries.lse, row, count),
-                home.slice(1, row - w.q_lo, count), of_run(lse, row - w.q_lo, count));
-        });
+        k_.attention_merge(s, c.queries.o.slice(1, w.q_lo, n), c.queries.lse.slice(2, w.q_lo, n),
+                           home, buffer(c.buffers, "home_lse", {d_.B, d_.H, n}));
     }
 }
 
@@ -419,7 +411,7 @@ void RingAttention::loop(Stream& s, Call& c) {
         in_flight = anything_travels(c, t);
         if (in_flight) {
             List sends, recvs;
-            if (t + 1 < steps()) blocks_in(c, t + 1, sends, recvs);
+            if (t + 1 < steps()) blocks_in(s, c, t + 1, sends, recvs);
             if (t >= 1 && t <= steps()) results_home(c, t - 1, sends, recvs);
             device.record(ready_, s);
             device.wait(stream_, ready_);
@@ -435,7 +427,7 @@ void RingAttention::loop(Stream& s, Call& c) {
 Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     const bool masked = present(g.first_key);
     CHECK(masked || !p_.by_work || !has_documents_, ": tokens lie where the documents want them");
-    const int64_t in = back ? 2 : 1, numel = d_.B * d_.H * T_;
+    const int64_t in = back ? 2 : 1;
     Call c{back, masked, masked ? masked_ : plain_, back ? backward_ : forward_, {}, {}};
     c.keys.kv = buffer(c.buffers, "kv", {d_.B, T_, 2 * d_.Hk, d_.D});
     copy_rows(k_, s, c.keys.kv.slice(2, 0, d_.Hk), g.k);
@@ -448,41 +440,34 @@ Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     c.queries.q = g.q;
     c.queries.dout = g.dout;
     c.queries.first_key = g.first_key;
-    const Tensor stats = buffer(c.buffers, "stats", {in * numel});
-    c.queries.lse = stats.slice(0, 0, numel);
-    if (back) c.queries.delta = stats.slice(0, numel, numel);
+    c.queries.lse = g.lse;
     (back ? c.queries.dq : c.queries.o) = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
     return c;
 }
 
 void RingAttention::forward(Stream& s, const AttnIn& in) {
     CHECK(bound_, ": not bound");
-    Call c = start(s, false, {.q = in.q, .k = in.k, .v = in.v, .first_key = in.first_key});
-    fill_rows(k_, s, c.queries.o, 0);
+    Call c = start(s, false,
+                   {.q = in.q, .k = in.k, .v = in.v, .lse = in.lse, .first_key = in.first_key});
     fill_rows(k_, s, c.queries.lse, -std::numeric_limits<double>::infinity());
+    if (c.masked) fill_rows(k_, s, c.queries.o, 0);  // a query may see nothing
     loop(s, c);
     copy_rows(k_, s, in.o, c.queries.o);
-    each_run([&](int64_t row, int64_t n) {
-        k_.cast(s, in.lse.slice(2, row, n), of_run(c.queries.lse, row, n));
-    });
 }
 
 void RingAttention::backward(Stream& s, const AttnGradIn& g) {
     CHECK(bound_, ": not bound");
     Call c = start(s, true, g);
     c.keys.dkv = buffer(c.buffers, "kv_result", {d_.B, T_, 2 * d_.Hk, d_.D});
-    c.queries.fresh = c.keys.fresh = {d_.B, T_};
-    each_run([&](int64_t row, int64_t n) {
-        k_.cast(s, of_run(c.queries.lse, row, n), g.lse.slice(2, row, n));
-        const Tensor delta = of_run(c.queries.delta, row, n);
-        if (present(g.delta))
-            k_.cast(s, delta, g.delta.slice(2, row, n));
-        else
-            k_.attention_delta(s, delta, g.dout.slice(1, row, n), g.o.slice(1, row, n));
-    });
+    c.queries.fresh = c.keys.fresh = fresh(T_);
+    c.queries.delta = g.delta;
+    if (!present(g.delta)) {
+        c.queries.delta = buffer(c.buffers, "delta", {d_.B, d_.H, T_});
+        if (T_ > 0) k_.attention_delta(s, c.queries.delta, g.dout, g.o);
+    }
     loop(s, c);
-    c.queries.fresh.take_rest(clear_rows(k_, s, c.queries.dq));
-    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv));
+    c.queries.fresh.take_rest(clear_rows(k_, s, c.queries.dq, d_.Hk));
+    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv, d_.Hk, true));
     copy_rows(k_, s, g.dq, c.queries.dq);
     copy_rows(k_, s, g.dk, c.keys.dkv.slice(2, 0, d_.Hk));
     copy_rows(k_, s, g.dv, c.keys.dkv.slice(2, d_.Hk, d_.Hk));

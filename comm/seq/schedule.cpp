@@ -32,11 +32,17 @@ Schedule dist_flash_schedule(int P) {
     return steps;
 }
 
-std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const int32_t* first_key,
-                             int64_t B, int64_t S) {
+std::vector<Piece> pieces_of(const Runs& q, const Runs& k, Part part, bool masked,
+                             const int32_t* first_key, int64_t B, int64_t S) {
     std::vector<Piece> pieces;
+    if (q == k && part == Part::all && !masked) {
+        const int64_t n = count_tokens(q);
+        if (n > 0) pieces.push_back({0, n, 0, 0, n, 0, true});
+        return pieces;
+    }
     int64_t q_row = 0;
     for (size_t run = 0; run < q.size(); q_row += q[run].count, ++run) {
+        if (part != Part::all && (run < q.size() / 2) != (part == Part::early_runs)) continue;
         int64_t first = 0;  // the first key that any query of this run sees
         if (first_key) {
             first = S;
@@ -45,6 +51,7 @@ std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const in
                 first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
             }
         }
+        const size_t before = pieces.size();
         int64_t k_row = 0;
         for (const TokenRun& keys : k) {
             const int64_t begin = std::max(keys.begin, first);
@@ -53,16 +60,14 @@ std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const in
             k_row += keys.count;
             if (begin >= end) continue;
             const bool causal = end - 1 > q[run].begin;
-            Piece* last = pieces.empty() ? nullptr : &pieces.back();
-            const bool next_row =
-                last && last->run == int(run) && last->k_row + last->k_rows == row;
+            Piece* last = pieces.size() == before ? nullptr : &pieces.back();
+            const bool next_row = last && last->k_row + last->k_rows == row;
             const bool next_key = next_row && last->k0 + last->k_rows == begin;
             if (next_key || (next_row && !masked && !causal && !last->causal)) {
                 last->k_rows += end - begin;
                 last->causal = last->causal || causal;
             } else {
-                pieces.push_back({.run = int(run),
-                                  .q_row = q_row,
+                pieces.push_back({.q_row = q_row,
                                   .q_rows = q[run].count,
                                   .q0 = q[run].begin,
                                   .k_row = row,
@@ -71,6 +76,14 @@ std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const in
                                   .causal = causal});
             }
         }
+        // This run's only piece may go on from the one before it.
+        if (masked || before == 0 || pieces.size() != before + 1) continue;
+        Piece &last = pieces[before - 1], &now = pieces[before];
+        if (last.causal || now.causal || last.q_row + last.q_rows != now.q_row ||
+            last.k_row != now.k_row || last.k_rows != now.k_rows)
+            continue;
+        last.q_rows += now.q_rows;
+        pieces.pop_back();
     }
     return pieces;
 }
@@ -121,14 +134,8 @@ Table make_table(const RingPlan& plan, bool masked, const int32_t* first_key, in
             Work w;
             w.pair = pair;
             if (pair)
-                w.pieces = pieces_of(plan.runs[size_t(pair.q)], plan.runs[size_t(pair.k)], masked,
-                                     first_key, B, S);
-            if (pair.part != Part::all) {
-                const int half = int(plan.runs[size_t(pair.q)].size()) / 2;
-                std::erase_if(w.pieces, [&](const Piece& p) {
-                    return (p.run < half) != (pair.part == Part::early_runs);
-                });
-            }
+                w.pieces = pieces_of(plan.runs[size_t(pair.q)], plan.runs[size_t(pair.k)],
+                                     pair.part, masked, first_key, B, S);
             w.keys = key_spans(w.pieces);
             if (w) w.q_lo = w.pieces[0].q_row;
             for (const Piece& p : w.pieces) {

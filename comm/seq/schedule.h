@@ -26,20 +26,21 @@ Schedule ring_schedule(int P);
 // "DistFlashAttn", COLM 2024, the helpers rest).
 Schedule dist_flash_schedule(int P);
 
-// A rectangle of a pair: whole run number `run` of the queries against consecutive rows of keys.
+// A rectangle of a pair: consecutive rows of queries against consecutive rows of keys. Query row i
+// sees key row j if j + k0 <= i + q0, when causal, and j + k0 is not before the query's first key.
 struct Piece {
-    int run;
-    int64_t q_row, q_rows, q0;  // rows within the owner's tokens, position of the first
+    int64_t q_row, q_rows, q0;  // rows within the owner's tokens
     int64_t k_row, k_rows, k0;
     bool causal;  // false: every query comes after every key
 };
-// All visible (query, key) of the pair, once. With `first_key` (B,S) the keys before the first that
-// any query of the run may see are left out. Keys that follow each other make one piece; when not
-// `masked` so do runs of keys that all queries see, whose positions do not matter then.
-std::vector<Piece> pieces_of(const Runs& q, const Runs& k, bool masked, const int32_t* first_key,
-                             int64_t B, int64_t S);
+// All visible (query, key) of the pair, once, in as few pieces as can be. Without a mask only the
+// order of rows matters, not their positions: a rank's own tokens are one piece, and so are runs of
+// queries, or of keys, that see the same. With `first_key` (B,S) the keys before the first that any
+// query of a run may see are left out.
+std::vector<Piece> pieces_of(const Runs& q, const Runs& k, Part part, bool masked,
+                             const int32_t* first_key, int64_t B, int64_t S);
 
-// Number of visible (query, key) in a piece, over the batch.
+// Number of visible (query, key) in a piece made for this `first_key`, or without, over the batch.
 double visible_pairs(const Piece&, const int32_t* first_key, int64_t B, int64_t S);
 
 // Rows of the owner's keys that travel, and where they lie in the block that arrives.

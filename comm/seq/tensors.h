@@ -32,11 +32,19 @@ inline void fill_rows(Kernels& k, Stream& s, const Tensor& t, double value) {
     if (t.numel() > 0) k.fill(s, t, value);
 }
 
-// Of a dense (B,T,...).
-inline FreshRows::Clear clear_rows(Kernels& k, Stream& s, const Tensor& t) {
-    return [&k, &s, t](const RowBox& box) {
-        for (int64_t b = box.batch; b < box.batch_end; ++b)
-            fill_rows(k, s, t.rows(b, 1).slice(1, box.row, box.row_end - box.row), 0);
+// Of (B,T,h,D) with h / kv_heads heads for each kv head; with `pairs` those of K, then those of V.
+inline FreshRows::Clear clear_rows(Kernels& k, Stream& s, const Tensor& t, int64_t kv_heads,
+                                   bool pairs = false) {
+    return [&k, &s, t, kv_heads, pairs](const RowBox& box) {
+        const auto of = [&](const Tensor& x, int axis, int64_t n, int64_t first = 0) {
+            const auto& range = box[axis];
+            return x.slice(axis, first + n * range.begin, n * range.size());
+        };
+        const Tensor rows = of(of(t, RowBox::batch, 1), RowBox::row, 1);
+        const bool whole = box[RowBox::head].size() == kv_heads;
+        const int64_t n = t.dim(2) / (pairs ? 2 * kv_heads : kv_heads);
+        for (int half = 0; half < (pairs && !whole ? 2 : 1); ++half)
+            fill_rows(k, s, whole ? rows : of(rows, 2, n, half * n * kv_heads), 0);
     };
 }
 

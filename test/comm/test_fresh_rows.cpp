@@ -11,12 +11,14 @@ TEST_CASE("fresh rows: any boxes") {
     std::mt19937 random(7);
     const auto below = [&](int64_t n) { return int64_t(random() % uint32_t(n)); };
     for (int trial = 0; trial < 300; ++trial) {
-        const int64_t B = 1 + below(4), T = 1 + below(12);
-        FreshRows rows(B, T);
-        std::vector<bool> fresh(size_t(B * T), true), cleared(size_t(B * T), false);
+        const int64_t B = 1 + below(3), T = 1 + below(9), H = 1 + below(4);
+        FreshRows rows(B, T, H);
+        std::vector<bool> fresh(size_t(B * T * H), true), cleared(size_t(B * T * H), false);
         const auto each = [&](const RowBox& box, auto f) {
-            for (int64_t b = box.batch; b < box.batch_end; ++b)
-                for (int64_t t = box.row; t < box.row_end; ++t) f(size_t(b * T + t));
+            for (int64_t b = box[RowBox::batch].begin; b < box[RowBox::batch].end; ++b)
+                for (int64_t t = box[RowBox::row].begin; t < box[RowBox::row].end; ++t)
+                    for (int64_t h = box[RowBox::head].begin; h < box[RowBox::head].end; ++h)
+                        f(size_t((b * T + t) * H + h));
         };
         const auto clear = [&](const RowBox& box) {
             each(box, [&](size_t i) {
@@ -25,15 +27,16 @@ TEST_CASE("fresh rows: any boxes") {
                 cleared[i] = true;
             });
         };
+        const auto part = [&](int64_t n) {
+            const int64_t begin = below(n);
+            return RowBox::Range{begin, begin + 1 + below(n - begin)};
+        };
         for (int step = 0; step < 6; ++step) {
-            const int64_t batch = below(B), row = below(T);
-            const RowBox box{batch, batch + 1 + below(B - batch), row, row + 1 + below(T - row)};
-            const bool whole = below(4) > 0;
+            const RowBox box{{part(B), part(T), part(H)}};
             bool all_fresh = true;
             each(box, [&](size_t i) { all_fresh = all_fresh && fresh[i]; });
-            const bool overwrites = rows.take(box, whole, clear);
-            const bool may_overwrite = whole && all_fresh;
-            EXPECT(overwrites == may_overwrite);
+            const bool overwrites = rows.take(box, clear);
+            EXPECT(overwrites == all_fresh);
             each(box, [&](size_t i) {
                 const bool settled = cleared[i] || overwrites || !fresh[i];
                 REQUIRE_TRUE(settled);

@@ -26,21 +26,31 @@ std::vector<int> pair_coverage(const Table& table, const RingPlan& plan, int64_t
     for (const auto& step : table)
         for (const Work& w : step)
             for (const Piece& p : w.pieces) {
-                const TokenRun& run = plan.runs[size_t(w.pair.q)][size_t(p.run)];
-                EXPECT(p.q0 == run.begin);
-                EXPECT(p.q_rows == run.count);
+                EXPECT(w.q_lo <= p.q_row);
+                EXPECT(p.q_row + p.q_rows <= w.q_hi);
                 // Row numbers, positions and the range that travels agree.
                 EXPECT(w.in_block(p.k_row) + p.k_rows <= w.k_rows());
                 EXPECT(w.in_block(p.k_row + p.k_rows - 1) == w.in_block(p.k_row) + p.k_rows - 1);
-                const Runs keys = sub_runs(plan.runs[size_t(w.pair.k)], p.k_row, p.k_rows);
-                EXPECT(keys[0].begin == p.k0);
-                for (const TokenRun& r : keys)
-                    for (int64_t j = r.begin; j < r.end(); ++j)
-                        for (int64_t i = run.begin; i < run.end(); ++i) {
-                            if (p.causal && j > i) continue;
-                            if (first_key && j < first_key[i]) continue;
-                            ++seen[size_t(i * S + j)];
-                        }
+                const auto tokens = [&](int rank, int64_t row, int64_t rows) {
+                    std::vector<int64_t> all;
+                    for (const TokenRun& r : sub_runs(plan.runs[size_t(rank)], row, rows))
+                        for (int64_t i = r.begin; i < r.end(); ++i) all.push_back(i);
+                    return all;
+                };
+                const auto queries = tokens(w.pair.q, p.q_row, p.q_rows);
+                const auto keys = tokens(w.pair.k, p.k_row, p.k_rows);
+                EXPECT(int64_t(queries.size()) == p.q_rows);
+                EXPECT(int64_t(keys.size()) == p.k_rows);
+                for (size_t j = 0; j < keys.size(); ++j) {
+                    const int64_t key = p.k0 + int64_t(j);  // what the kernel takes it for
+                    const bool is_position = key == keys[j];
+                    if (first_key) EXPECT(is_position);
+                    for (size_t i = 0; i < queries.size(); ++i) {
+                        if (p.causal && key > p.q0 + int64_t(i)) continue;
+                        if (first_key && key < first_key[queries[i]]) continue;
+                        ++seen[size_t(queries[i] * S + keys[j])];
+                    }
+                }
             }
     return seen;
 }
@@ -128,6 +138,17 @@ TEST_CASE("schedule: a step's work is cut in two, with something for the end whe
     }
 }
 
+// Runs of 1 to 3 tokens, dealt out so that each rank has many between those of the others.
+static std::vector<Runs> scattered_placement(int64_t S, int P) {
+    std::vector<Runs> ranks{size_t(P)};
+    for (int64_t at = 0, i = 0; at < S; ++i) {
+        const int64_t count = std::min(S - at, 1 + i * i % 3);
+        append(ranks[size_t((i * i + i / 2) % P)], {at, count});
+        at += count;
+    }
+    return ranks;
+}
+
 TEST_CASE("schedule: every visible pair exactly once") {
     using Make = Schedule (*)(int);
     using Place = std::vector<Runs> (*)(int64_t, int);
@@ -137,7 +158,8 @@ TEST_CASE("schedule: every visible pair exactly once") {
     };
     const Mode modes[] = {{contiguous_placement, ring_schedule},
                           {zigzag_placement, ring_schedule},
-                          {halved_placement, dist_flash_schedule}};
+                          {halved_placement, dist_flash_schedule},
+                          {scattered_placement, ring_schedule}};
     for (const Mode& mode : modes)
         for (int P = 1; P <= 9; ++P)
             for (const int64_t S : lengths) {
@@ -190,7 +212,7 @@ TEST_CASE("schedule: only the keys that are seen travel") {
         for (int t = 1; t < 4; ++t) {
             const Work& w = table[size_t(t)][size_t(r)];
             EXPECT_EQ(w.k_rows(), w.pair.k < r ? 8 : 16);
-            EXPECT_EQ(w.pieces.size(), w.pair.k < r ? plan.runs[size_t(r)].size() : 1);
+            EXPECT_EQ(w.pieces.size(), 1u);  // of all queries, or of those behind the keys
         }
     const RingPlan rows{halved_placement(S, 4), dist_flash_schedule(4)};
     std::vector<int32_t> own_shard(static_cast<size_t>(S));
