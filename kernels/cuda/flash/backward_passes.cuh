@@ -181,13 +181,22 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
     const int column = D == 64 ? 0 : group * Tile::dq_columns;  // the warpgroup's first
     int4 sum[count];
     UNROLL for (int i = 0; i < count; ++i) sum[i] = from[i * 128];
+    const auto inside = [&](int r) { return m * M + row + 8 * r < p.mask.queries; };
+    const auto offset = [&](int r) {  // in dq
+        return bh / p.heads * p.dq_pitch.batch + (m * M + row + 8 * r) * p.dq_pitch.row +
+               bh % p.heads * p.dq_pitch.head + column;
+    };
+    // What is added to, read before anything is written, so that all of it is under way at a time.
+    float2 old[2][count] = {};
+    if (p.add_q) UNROLL for (int r = 0; r < 2; ++r) {
+            const float* const at = static_cast<const float*>(p.dq) + offset(r) + 2 * quad;
+            UNROLL for (int i = 0; i < count;
+                        ++i) if (inside(r) && (Tile::exact || column + 8 * i < p.head_dim))
+                old[r][i] = *reinterpret_cast<const float2*>(at + 8 * i);
+        }
     const RowStats<M>& stats = static_cast<const RowStats<M>*>(p.stats)[tile];
     UNROLL for (int r = 0; r < 2; ++r) {
-        const bool inside = m * M + row + 8 * r < p.mask.queries;
         const float unit = Tile::sum == Sum::fixed ? p.scale / stats.factor[row + 8 * r] : p.scale;
-        const int64_t at = bh / p.heads * p.dq_pitch.batch +
-                           (m * M + row + 8 * r) * p.dq_pitch.row + bh % p.heads * p.dq_pitch.head +
-                           column;
         float x[2 * count];
         UNROLL for (int i = 0; i < count; ++i) {
             const int even = r ? sum[i].z : sum[i].x, odd = r ? sum[i].w : sum[i].y;
@@ -195,18 +204,16 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
             x[2 * i + 1] = (Tile::sum == Sum::fixed ? float(odd) : __int_as_float(odd)) * unit;
         }
         if (p.wide) {
-            if (!inside) continue;
-            float* const to = static_cast<float*>(p.dq) + at + 2 * quad;
+            if (!inside(r)) continue;
+            float* const to = static_cast<float*>(p.dq) + offset(r) + 2 * quad;
             UNROLL for (int i = 0; i < count; ++i) {
                 if (!Tile::exact && column + 8 * i >= p.head_dim) break;
-                float2 y = make_float2(0, 0);
-                if (p.add_q) y = *reinterpret_cast<float2*>(to + 8 * i);
-                y.x += x[2 * i], y.y += x[2 * i + 1];
-                *reinterpret_cast<float2*>(to + 8 * i) = y;
+                *reinterpret_cast<float2*>(to + 8 * i) =
+                    make_float2(old[r][i].x + x[2 * i], old[r][i].y + x[2 * i + 1]);
             }
             continue;
         }
-        T* const to = static_cast<T*>(p.dq) + at + 8 * quad;
+        T* const to = static_cast<T*>(p.dq) + offset(r) + 8 * quad;
         UNROLL for (int i = 0; i < count; i += 4) {
             uint32_t y[4] = {};
             UNROLL for (int j = 0; j < 4 && i + j < count; ++j) y[j] =
@@ -214,7 +221,7 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
             transpose_quad(y);
             const bool there =
                 Tile::exact || (i + quad < count && column + 8 * (i + quad) < p.head_dim);
-            if (inside && there)
+            if (inside(r) && there)
                 *reinterpret_cast<uint4*>(to + 8 * i) = make_uint4(y[0], y[1], y[2], y[3]);
         }
     }
