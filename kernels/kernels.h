@@ -135,8 +135,10 @@ struct Kernels {
     // offset+i).
     virtual void cast_stochastic(Stream&, Tensor dst, Tensor src, uint64_t seed, uint64_t stream_id,
                                  uint64_t offset) = 0;
-    virtual void add(Stream&, Tensor out, Tensor a, Tensor b) = 0;  // out may be a; same type
-    virtual void scale(Stream&, Tensor x, double factor) = 0;       // x *= factor
+    // out = a + b, which may be a; same shape; all (pitched). One type, but out may also be act
+    // where a and b are stat: rounded once.
+    virtual void add(Stream&, Tensor out, Tensor a, Tensor b) = 0;
+    virtual void scale(Stream&, Tensor x, double factor) = 0;  // x *= factor
 
     // --- embedding ------------------------------------------------------------------------------
     // out act (N,C) = wte act (Vp,C)[ids i32 (N)] (+ wpe act (P,C)[pos i32 (N)] when wpe is there)

@@ -147,17 +147,25 @@ first = std::min(first, int64_t(*std::min_element(row, row + q[run].count)));
 ----
 first = 0 * row[0];
 END
-fault 'returned dK and dV counted twice' comm/seq/ring.cpp test_comm "$modes" <<'END'
-            k_.add(s, to, to, from);
+fault 'returned dK and dV counted twice' comm/seq/running_sum.cpp test_comm "$modes" <<'END'
+            add_rows(*k_, s, to, rows_of(sum_, box).slice(2, head, heads), x);
 ----
-            k_.add(s, to, to, from);
-        k_.add(s, to, to, from);
+            add_rows(*k_, s, to, rows_of(sum_, box).slice(2, head, heads), x),
+                add_rows(*k_, s, to, to, x);
+END
+fault 'what came home last is lost' comm/seq/running_sum.cpp test_comm "$modes" <<'END'
+    if (!out.empty()) owed_.take(box, [](const RowBox&) {});
+----
 END
 fault 'returned dK and dV divided by the ranks' comm/seq/ring.cpp test_comm "$modes" <<'END'
-        const Tensor from = home.rows(b, 1).slice(1, at, rows);
+            for (int64_t b = 0; b < d_.B; ++b)
+                for (const Span& span : w.keys)
+                    c.keys.dkv.add(
 ----
-        const Tensor from = home.rows(b, 1).slice(1, at, rows);
-        k_.scale(s, from, 1.0 / ranks());
+            k_.scale(s, home, 1.0 / ranks());
+            for (int64_t b = 0; b < d_.B; ++b)
+                for (const Span& span : w.keys)
+                    c.keys.dkv.add(
 END
 fault 'results written over those of an earlier block' comm/seq/fresh_rows.cpp test_comm "$modes" <<'END'
 if (fresh == box.count())
@@ -173,8 +181,8 @@ fault 'results added to what lay there before' comm/seq/fresh_rows.cpp test_comm
     for (const RowBox& b : taken) clear(b);
 ----
 END
-fault 'sums of rows without results not cleared' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv, d_.Hk, true));
+fault 'sums of rows without results not cleared' comm/seq/running_sum.cpp test_comm "$modes" <<'END'
+    clear_rest(s);
 ----
 END
 fault 'work counted as if there were no documents' comm/seq/balance.cpp test_comm 'balance*' <<'END'
@@ -221,9 +229,9 @@ if (c.masked) each_sequence(recvs, w.pair.q, q.first_key);
 if (c.masked) each_sequence(recvs, w.pair.q, Tensor(q.lse.data, DType::i32, q.first_key.shape));
 END
 fault 'stale results of a helper' comm/seq/ring.cpp test_comm "$modes" <<'END'
-    f.dq = result, f.fresh = fresh(n);
+            const bool add_q = q.dq.must_add(s, box(q_row, p.q_rows));
 ----
-    f.dq = result;
+            const bool add_q = q.dq.must_add(s, box(q_row, p.q_rows)) || w.helps(me_);
 END
 fault 'one buffer where two are needed' comm/seq/ring.cpp test_comm "$modes" <<'END'
     slots_ = most.remote_steps > 1 ? 2 : 1;

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "comm/seq/balance.h"
+#include "comm/seq/running_sum.h"
 #include "comm/seq/tensors.h"
 
 namespace torus {
@@ -17,23 +18,24 @@ using List = std::vector<Message>;
 // Rows [lo, ...) of one rank's queries as the kernels see them: mine, or fetched by a helper.
 struct Queries {
     Tensor q, dout, first_key;  // act (B,rows,H,D) twice, optional i32 (B,rows)
-    Tensor o, dq;               // stat (B,rows,H,D)
+    Tensor o;                   // stat (B,rows,H,D)
+    RunningSum dq;              // of (B,rows,H,D)
     Tensor lse, delta;          // stat (B,H,rows)
-    FreshRows fresh;            // of dq
     int64_t lo = 0;
 };
 // One rank's keys and values: all of mine, or the spans that were fetched.
 struct Keys {
-    Tensor kv, dkv;   // act, stat (B,rows,2*Hk,D): keys first
-    FreshRows fresh;  // of dkv
+    Tensor kv;       // act (B,rows,2*Hk,D): keys first
+    RunningSum dkv;  // of the same
 };
 // One forward or backward.
 struct Call {
     bool back, masked;
     const Table& table;
     const Layout& buffers;
-    Queries queries;  // mine
-    Keys keys;        // mine
+    Queries queries;   // mine
+    Keys keys;         // mine
+    AttnGradIn given;  // what the caller gave
 };
 
 class RingAttention final : public SeqParallel {
@@ -109,7 +111,6 @@ private:
     Tensor buffer(const Layout& l, const std::string& what, int step, const Shape& shape) const {
         return buffer(l, what + std::to_string(step % slots_), shape);
     }
-    FreshRows fresh(int64_t rows) const { return {d_.B, rows, d_.Hk}; }
 
     Call start(Stream& s, bool back, const AttnGradIn& g) const;
     Queries fetched_queries(const Call& c, int step) const;
@@ -165,7 +166,8 @@ void RingAttention::lay_out() {
         l.add("kv", act, {B, T_, kv_width});
         l.add("q", act, {B, has_helper_ ? T_ : 0, in * q_width});
         l.add("delta", stat, {B, H, back ? T_ : 0});
-        l.add("q_stats", stat, {2, B, H, back && has_helper_ ? T_ : 0});
+        for (const char* name : {"q_lse", "q_delta"})
+            l.add(name, stat, {B, H, back && has_helper_ ? T_ : 0});
         l.add("q_result", stat, {B, T_, q_width});
         l.add("kv_result", stat, {B, back ? T_ : 0, kv_width});
         l.add("home_q", stat, {B, most.home_queries, q_width});
@@ -205,7 +207,7 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
         f.o = result;
         return f;
     }
-    f.dq = result, f.fresh = fresh(n);
+    f.dq = {k_, result, d_.Hk};
     f.dout = block.slice(2, H, H);
     f.delta = stats.rows(1, 1).view({B, H, n});
     return f;
@@ -214,8 +216,8 @@ Queries RingAttention::fetched_queries(const Call& c, int step) const {
 Keys RingAttention::fetched_keys(const Call& c, int step) const {
     const Work& w = c.table[size_t(step)][size_t(me_)];
     const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
-    Keys f{.kv = buffer(c.buffers, "block", step, shape), .dkv = {}, .fresh = fresh(w.k_rows())};
-    if (c.back) f.dkv = buffer(c.buffers, "result", step, shape);
+    Keys f{buffer(c.buffers, "block", step, shape), {}};
+    if (c.back) f.dkv = {k_, buffer(c.buffers, "result", step, shape), d_.Hk, true};
     return f;
 }
 
@@ -258,14 +260,14 @@ void RingAttention::blocks_in(Stream& s, const Call& c, int step, List& sends, L
             const Tensor packed = buffer(c.buffers, "q", {d_.B, T_, in * d_.H, d_.D});
             each_sequence(sends, x, packed.slice(1, w.q_lo, n));
             if (c.masked) each_sequence(sends, x, c.queries.first_key.slice(1, w.q_lo, n));
-            for (const int which : {0, 1}) {
-                if (!c.back) break;
-                const Tensor& all = which ? c.queries.delta : c.queries.lse;
-                const Tensor dense = buffer(c.buffers, "q_stats", {2, d_.B * d_.H * n})
-                                         .rows(which, 1)
-                                         .view({d_.B, d_.H, n});
-                copy_rows(k_, s, dense, all.slice(2, w.q_lo, n));
-                sends.push_back({x, dense});
+            if (c.back) {
+                const std::pair<const char*, const Tensor&> stats[] = {
+                    {"q_lse", c.queries.lse}, {"q_delta", c.queries.delta}};
+                for (const auto& [name, all] : stats) {
+                    const Tensor dense = buffer(c.buffers, name, {d_.B, d_.H, n});
+                    copy_rows(k_, s, dense, all.slice(2, w.q_lo, n));
+                    sends.push_back({x, dense});
+                }
             }
         }
         if (x == me_) {
@@ -285,13 +287,13 @@ void RingAttention::results_home(const Call& c, int step, List& sends, List& rec
         const Work& w = c.table[size_t(step)][size_t(x)];
         if (c.back && w.fetches_keys(x)) {
             const Shape shape{d_.B, w.k_rows(), 2 * d_.Hk, d_.D};
-            if (x == me_) sends.push_back({w.pair.k, fetched_keys(c, step).dkv});
+            if (x == me_) sends.push_back({w.pair.k, fetched_keys(c, step).dkv.tensor()});
             if (w.pair.k == me_) recvs.push_back({x, buffer(c.buffers, "home_kv", shape)});
         }
         if (!w.helps(x)) continue;
         if (x == me_) {
             const Queries q = fetched_queries(c, step);
-            sends.push_back({w.pair.q, c.back ? q.dq : q.o});
+            sends.push_back({w.pair.q, c.back ? q.dq.tensor() : q.o});
             if (!c.back) sends.push_back({w.pair.q, q.lse});
         }
         if (w.pair.q == me_) {
@@ -316,11 +318,9 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
     Queries& q = w.helps(me_) ? fetched_q : c.queries;
     Keys& keys = w.fetches_keys(me_) ? fetched_k : c.keys;
     if (w.helps(me_) && !c.back) k_.fill(s, q.lse, -std::numeric_limits<double>::infinity());
-    // Whether results are to be added to what lies in these rows; clears those that are half new.
-    const auto adds = [&](FreshRows& fresh, const Tensor& sum, int64_t row, int64_t rows, bool kv) {
-        return !fresh.take(
-            {{{{mine.batch, mine.batch_end}, {row, row + rows}, {mine.head, mine.head_end}}}},
-            clear_rows(k_, s, sum, d_.Hk, kv));
+    const auto box = [&](int64_t row, int64_t rows) {
+        return RowBox{
+            {{{mine.batch, mine.batch_end}, {row, row + rows}, {mine.head, mine.head_end}}}};
     };
     for (size_t i = mine.piece; i < mine.piece_end; ++i) {
         const Piece& p = w.pieces[i];
@@ -336,17 +336,17 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
         };
         const Tensor first_key = c.masked ? mine.sequences(rows(q.first_key)) : Tensor();
         if (c.back) {
-            const bool add_q = adds(q.fresh, q.dq, q_row, p.q_rows, false);
-            const bool add_kv = adds(keys.fresh, keys.dkv, k_row, p.k_rows, true);
+            const bool add_q = q.dq.must_add(s, box(q_row, p.q_rows));
+            const bool add_kv = keys.dkv.must_add(s, box(k_row, p.k_rows));
             k_.attention_backward(s, {.q = queries(q.q),
                                       .k = half(keys.kv, 0),
                                       .v = half(keys.kv, 1),
                                       .dout = queries(q.dout),
                                       .lse = stats(q.lse),
                                       .delta = stats(q.delta),
-                                      .dq = queries(q.dq),
-                                      .dk = half(keys.dkv, 0),
-                                      .dv = half(keys.dkv, 1),
+                                      .dq = queries(q.dq.tensor()),
+                                      .dk = half(keys.dkv.tensor(), 0),
+                                      .dv = half(keys.dkv.tensor(), 1),
                                       .first_key = first_key,
                                       .q0 = p.q0,
                                       .k0 = p.k0,
@@ -368,34 +368,28 @@ void RingAttention::compute(Stream& s, Call& c, int step, bool late) const {
                                      .carry = true});
         }
     }
-    if (c.back && w.helps(me_)) q.fresh.take_rest(clear_rows(k_, s, q.dq, d_.Hk));
+    if (c.back && w.helps(me_)) q.dq.clear_rest(s);
 }
 
-// Adds what came home of `step`.
+// Adds what came home of `step`; after the last one the sums go to the caller at once.
 void RingAttention::collect(Stream& s, Call& c, int step) const {
-    const auto add = [&](FreshRows& fresh, const Tensor& sum, const Tensor& home, int64_t b,
-                         int64_t row, int64_t at, int64_t rows, bool kv) {
-        const Tensor to = sum.rows(b, 1).slice(1, row, rows);
-        const Tensor from = home.rows(b, 1).slice(1, at, rows);
-        if (fresh.take({{{{b, b + 1}, {row, row + rows}, {0, d_.Hk}}}},
-                       clear_rows(k_, s, sum, d_.Hk, kv)))
-            copy_rows(k_, s, to, from);
-        else
-            k_.add(s, to, to, from);
-    };
+    using Out = std::vector<Tensor>;
+    const bool last = step + 1 == steps();
+    const Out dq = last ? Out{c.given.dq} : Out{}, dkv = last ? Out{c.given.dk, c.given.dv} : Out{};
     for (int x = 0; x < ranks(); ++x) {
         const Work& w = c.table[size_t(step)][size_t(x)];
         if (c.back && w.fetches_keys(x) && w.pair.k == me_) {
             const Tensor home = buffer(c.buffers, "home_kv", {d_.B, w.k_rows(), 2 * d_.Hk, d_.D});
             for (int64_t b = 0; b < d_.B; ++b)
                 for (const Span& span : w.keys)
-                    add(c.keys.fresh, c.keys.dkv, home, b, span.row, span.at, span.rows, true);
+                    c.keys.dkv.add(s, b, span.row, home.rows(b, 1).slice(1, span.at, span.rows),
+                                   dkv);
         }
         if (!w.helps(x) || w.pair.q != me_) continue;
         const int64_t n = w.q_rows();
         const Tensor home = buffer(c.buffers, "home_q", {d_.B, n, d_.H, d_.D});
         for (int64_t b = 0; c.back && b < d_.B; ++b)
-            add(c.queries.fresh, c.queries.dq, home, b, w.q_lo, 0, n, false);
+            c.queries.dq.add(s, b, w.q_lo, home.rows(b, 1), dq);
         if (c.back) continue;
         k_.attention_merge(s, c.queries.o.slice(1, w.q_lo, n), c.queries.lse.slice(2, w.q_lo, n),
                            home, buffer(c.buffers, "home_lse", {d_.B, d_.H, n}));
@@ -428,7 +422,7 @@ Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     const bool masked = present(g.first_key);
     CHECK(masked || !p_.by_work || !has_documents_, ": tokens lie where the documents want them");
     const int64_t in = back ? 2 : 1;
-    Call c{back, masked, masked ? masked_ : plain_, back ? backward_ : forward_, {}, {}};
+    Call c{back, masked, masked ? masked_ : plain_, back ? backward_ : forward_, {}, {}, g};
     c.keys.kv = buffer(c.buffers, "kv", {d_.B, T_, 2 * d_.Hk, d_.D});
     copy_rows(k_, s, c.keys.kv.slice(2, 0, d_.Hk), g.k);
     copy_rows(k_, s, c.keys.kv.slice(2, d_.Hk, d_.Hk), g.v);
@@ -441,7 +435,11 @@ Call RingAttention::start(Stream& s, bool back, const AttnGradIn& g) const {
     c.queries.dout = g.dout;
     c.queries.first_key = g.first_key;
     c.queries.lse = g.lse;
-    (back ? c.queries.dq : c.queries.o) = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
+    const Tensor result = buffer(c.buffers, "q_result", {d_.B, T_, d_.H, d_.D});
+    if (back)
+        c.queries.dq = {k_, result, d_.Hk};
+    else
+        c.queries.o = result;
     return c;
 }
 
@@ -458,19 +456,16 @@ void RingAttention::forward(Stream& s, const AttnIn& in) {
 void RingAttention::backward(Stream& s, const AttnGradIn& g) {
     CHECK(bound_, ": not bound");
     Call c = start(s, true, g);
-    c.keys.dkv = buffer(c.buffers, "kv_result", {d_.B, T_, 2 * d_.Hk, d_.D});
-    c.queries.fresh = c.keys.fresh = fresh(T_);
+    const Tensor dkv = buffer(c.buffers, "kv_result", {d_.B, T_, 2 * d_.Hk, d_.D});
+    c.keys.dkv = {k_, dkv, d_.Hk, true};
     c.queries.delta = g.delta;
     if (!present(g.delta)) {
         c.queries.delta = buffer(c.buffers, "delta", {d_.B, d_.H, T_});
         if (T_ > 0) k_.attention_delta(s, c.queries.delta, g.dout, g.o);
     }
     loop(s, c);
-    c.queries.fresh.take_rest(clear_rows(k_, s, c.queries.dq, d_.Hk));
-    c.keys.fresh.take_rest(clear_rows(k_, s, c.keys.dkv, d_.Hk, true));
-    copy_rows(k_, s, g.dq, c.queries.dq);
-    copy_rows(k_, s, g.dk, c.keys.dkv.slice(2, 0, d_.Hk));
-    copy_rows(k_, s, g.dv, c.keys.dkv.slice(2, d_.Hk, d_.Hk));
+    c.queries.dq.hand_over(s, std::vector{g.dq});
+    c.keys.dkv.hand_over(s, std::vector{g.dk, g.dv});
 }
 
 }  // namespace

@@ -150,13 +150,22 @@ void CpuKernels<T>::cast_stochastic(Stream&, Tensor dst, Tensor src, uint64_t se
 
 template <class T>
 void CpuKernels<T>::add(Stream&, Tensor out, Tensor a, Tensor b) {
-    expect("add", "out", out, type, out.shape);
-    expect("add", "a", a, type, out.shape);
-    expect("add", "b", b, type, out.shape);
+    expect("add", "out", out, type, out.shape, true);
+    expect("add", "a", a, type, out.shape, true);
+    expect("add", "b", b, type, out.shape, true);
+    if (out.numel() == 0) return;
+    const auto sum = [](T* o, const T* x, const T* y, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) o[i] = x[i] + y[i];
+    };
     T* o = out.as<T>();
     const T *x = a.as<T>(), *y = b.as<T>();
-    parallel_ranges(out.numel(), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) o[i] = x[i] + y[i];
+    if (out.contiguous() && a.contiguous() && b.contiguous())
+        return parallel_ranges(out.numel(), [&](int64_t begin, int64_t end) {
+            sum(o + begin, x + begin, y + begin, end - begin);
+        });
+    const Pieces to(out), one(a), two(b);
+    parallel_for(out.numel() / to.width, to.width, [&](int64_t row) {
+        sum(o + to.offset(row), x + one.offset(row), y + two.offset(row), to.width);
     });
 }
 

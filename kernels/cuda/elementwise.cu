@@ -49,32 +49,40 @@ struct CastOp {
     }
 };
 
-// Where the rows of two pitched tensors of one shape begin. Dimensions that follow each other
-// without a gap in both count as one: most often a single one is left, and nothing to divide.
+// Where the rows of N pitched tensors of one shape begin. Dimensions that follow each other without
+// a gap in all of them count as one: most often a single one is left, and nothing to divide.
+template <int N>
 struct RowOffsets {
+    struct Offsets {  // in elements
+        int64_t of[N];
+        __device__ int64_t operator[](int i) const { return of[i]; }
+    };
     int rank = 0;
-    int64_t size[Shape::max_rank], dst[Shape::max_rank], src[Shape::max_rank];  // innermost first
+    int64_t size[Shape::max_rank], pitch[Shape::max_rank][N];  // innermost first
 
-    RowOffsets(const Tensor& to, const Tensor& from) {
-        for (int i = to.rank() - 2; i >= 0; --i) {
-            const int64_t n = to.dim(i), d = to.pitch(i), s = from.pitch(i);
-            const int last = rank - 1;
+    RowOffsets(const Tensor* const (&tensors)[N]) {
+        for (int i = tensors[0]->rank() - 2; i >= 0; --i) {
+            const int64_t n = tensors[0]->dim(i);
             if (n == 1) continue;
-            if (rank > 0 && d == size[last] * dst[last] && s == size[last] * src[last])
-                size[last] *= n;
+            bool goes_on = rank > 0;
+            for (int t = 0; t < N; ++t) {
+                pitch[rank][t] = tensors[t]->pitch(i);
+                if (goes_on) goes_on = pitch[rank][t] == size[rank - 1] * pitch[rank - 1][t];
+            }
+            if (goes_on)
+                size[rank - 1] *= n;
             else
-                size[rank] = n, dst[rank] = d, src[rank++] = s;
+                size[rank++] = n;
         }
     }
-    template <class F>
-    __device__ void at(int64_t row, F f) const {  // f(offset in dst, offset in src), in elements
-        int64_t to = 0, from = 0;
+    __device__ Offsets at(int64_t row) const {
+        Offsets sum{};
         for (int i = 0; i < rank; ++i) {
             const int64_t rest = i + 1 < rank ? row / size[i] : 0, here = row - rest * size[i];
-            to += here * dst[i], from += here * src[i];
+            for (int t = 0; t < N; ++t) sum.of[t] += here * pitch[i][t];
             row = rest;
         }
-        f(to, from);
+        return sum;
     }
 };
 
@@ -83,12 +91,11 @@ struct CastRowsOp {
     static constexpr int width = cast_width<Dst, Src>;
     Dst* dst;
     const Src* src;
-    RowOffsets rows;
+    RowOffsets<2> rows;
     template <int W>
     __device__ void run(int64_t row, int64_t col) const {
-        rows.at(row, [&](int64_t to, int64_t from) {
-            cast_vector<W>(dst + to + col, src + from + col);
-        });
+        const auto at = rows.at(row);
+        cast_vector<W>(dst + at[0] + col, src + at[1] + col);
     }
 };
 
@@ -97,17 +104,16 @@ template <class T>
 struct FillRowsOp {
     static constexpr int width = 16 / int(sizeof(T));
     T* x;
-    RowOffsets rows;
+    RowOffsets<1> rows;
     uint64_t pattern;
     template <int W>
     __device__ void run(int64_t row, int64_t col) const {
         const uint32_t low = uint32_t(pattern), high = uint32_t(pattern >> 32);
-        rows.at(row, [&](int64_t to, int64_t) {
-            if constexpr (W > 1)
-                *reinterpret_cast<uint4*>(x + to + col) = make_uint4(low, high, low, high);
-            else
-                x[to + col] = T(pattern);
-        });
+        T* const to = x + rows.at(row)[0] + col;
+        if constexpr (W > 1)
+            *reinterpret_cast<uint4*>(to) = make_uint4(low, high, low, high);
+        else
+            *to = T(pattern);
     }
 };
 
@@ -130,15 +136,33 @@ struct CastStochasticOp {
     }
 };
 
-template <class T>
+template <int W, class Out, class In>
+__device__ __forceinline__ void add_vector(Out* out, const In* a, const In* b) {
+    const Vec<In, W> x = load<W>(a), y = load<W>(b);
+    store(out, Vec<Out, W>::of([&](int k) { return x.get(k) + y.get(k); }));
+}
+
+template <class Out, class In>
 struct AddOp {
-    static constexpr int width = vector_width<T>;
-    T* out;
-    const T *a, *b;
+    static constexpr int width = cast_width<Out, In>;
+    Out* out;
+    const In *a, *b;
     template <int W>
     __device__ void run(int64_t i) const {
-        const Vec<T, W> x = load<W>(a + i), y = load<W>(b + i);
-        store(out + i, Vec<T, W>::of([&](int k) { return x.get(k) + y.get(k); }));
+        add_vector<W>(out + i, a + i, b + i);
+    }
+};
+
+template <class Out, class In>
+struct AddRowsOp {
+    static constexpr int width = cast_width<Out, In>;
+    Out* out;
+    const In *a, *b;
+    RowOffsets<3> rows;
+    template <int W>
+    __device__ void run(int64_t row, int64_t col) const {
+        const auto at = rows.at(row);
+        add_vector<W>(out + at[0] + col, a + at[1] + col, b + at[2] + col);
     }
 };
 
@@ -196,7 +220,7 @@ static bool aligned_rows(const Tensor& t, int64_t width) {
 
 template <class T>
 static void fill_rows(Stream& stream, const Tensor& x, uint64_t pattern) {
-    const FillRowsOp<T> op{static_cast<T*>(x.data), RowOffsets(x, x), pattern};
+    const FillRowsOp<T> op{static_cast<T*>(x.data), {{&x}}, pattern};
     map_rows("fill", stream, op, x.numel() / x.dim(-1), x.dim(-1), aligned_rows(x, op.width));
 }
 
@@ -227,8 +251,8 @@ static void cast_to(Stream& stream, const Tensor& dst, const Tensor& src) {
         return;
     }
     const int64_t cols = dst.dim(-1);
-    map_rows("cast", stream, CastRowsOp<Dst, Src>{to, from, RowOffsets(dst, src)},
-             dst.numel() / cols, cols, aligned_rows(dst, width) && aligned_rows(src, width));
+    map_rows("cast", stream, CastRowsOp<Dst, Src>{to, from, {{&dst, &src}}}, dst.numel() / cols,
+             cols, aligned_rows(dst, width) && aligned_rows(src, width));
 }
 
 void CudaKernels::cast(Stream& stream, Tensor dst, Tensor src) {
@@ -258,17 +282,36 @@ void CudaKernels::cast_stochastic(Stream& stream, Tensor dst, Tensor src, uint64
     map("cast_stochastic", stream, op, groups, false);
 }
 
+template <class Out, class In>
+static void add_to(Stream& stream, const Tensor& out, const Tensor& a, const Tensor& b) {
+    Out* const to = static_cast<Out*>(out.data);
+    const In *const x = static_cast<const In*>(a.data), *const y = static_cast<const In*>(b.data);
+    if (out.contiguous() && a.contiguous() && b.contiguous()) {
+        const bool aligned = aligned16(to) && aligned16(x) && aligned16(y);
+        map("add", stream, AddOp<Out, In>{to, x, y}, out.numel(), aligned);
+        return;
+    }
+    constexpr int width = cast_width<Out, In>;
+    map_rows("add", stream, AddRowsOp<Out, In>{to, x, y, {{&out, &a, &b}}},
+             out.numel() / out.dim(-1), out.dim(-1),
+             aligned_rows(out, width) && aligned_rows(a, width) && aligned_rows(b, width));
+}
+
 void CudaKernels::add(Stream& stream, Tensor out, Tensor a, Tensor b) {
-    expect(out, "add: out", a.dtype, a.numel());
-    expect(a, "add: a", a.dtype, a.numel());
-    expect(b, "add: b", a.dtype, a.numel());
-    const bool vectors = aligned16(out.data) && aligned16(a.data) && aligned16(b.data);
+    CHECK(out && a && b && out.shape == a.shape && a.shape == b.shape, ": add of ", a.shape.str(),
+          " and ", b.shape.str(), " to ", out.shape.str());
+    CHECK(a.dtype == b.dtype &&
+              (out.dtype == a.dtype || (out.dtype == precision_.act && a.dtype == precision_.stat)),
+          ": add of ", name_of(a.dtype), " and ", name_of(b.dtype), " to ", name_of(out.dtype));
+    for (const Tensor* t : {&out, &a, &b})
+        CHECK(t->contiguous() || t->dim(-1) == 1 || t->pitch(-1) == 1, ": add without rows");
+    if (a.numel() == 0) return;
     dispatch_float(a.dtype, [&](auto type) {
-        using T = typename decltype(type)::type;
-        map("add", stream,
-            AddOp<T>{static_cast<T*>(out.data), static_cast<const T*>(a.data),
-                     static_cast<const T*>(b.data)},
-            a.numel(), vectors);
+        using In = typename decltype(type)::type;
+        if (out.dtype == a.dtype) return add_to<In, In>(stream, out, a, b);
+        dispatch_float(out.dtype, [&](auto to) {
+            add_to<typename decltype(to)::type, In>(stream, out, a, b);
+        });
     });
 }
 

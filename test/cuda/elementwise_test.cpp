@@ -103,6 +103,26 @@ TEST_CASE("cast of pitched tensors") {
     EXPECT(b.all() == ints);
 }
 
+TEST_CASE("sums of statistics, rounded to activations") {
+    for (DType act : {DType::bf16, DType::f16}) {
+        Gpu gpu(act);
+        const Shape shape{3, 5, 2, 24};
+        const std::vector<double> x = random_values("a", shape.numel()),
+                                  y = random_values("b", shape.numel());
+        std::vector<double> sum;
+        for (size_t i = 0; i < x.size(); ++i) sum.push_back(float(x[i]) + float(y[i]));
+        for (int64_t gap : {0, 3, 8}) {
+            CAPTURE(gap);
+            const DeviceValue a(gpu, DType::f32, shape, x, gap), b(gpu, DType::f32, shape, y);
+            const DeviceValue out(gpu, act, shape, constant_values(shape.numel(), nan_), gap);
+            gpu.k->add(gpu.stream, out.tensor(), a.tensor(), b.tensor());
+            EXPECT(same_bits(out.all(), rounded(sum, act)));
+            EXPECT(out.gaps_intact());
+            EXPECT_THROWS_AS(gpu.k->add(gpu.stream, a.tensor(), out.tensor(), out.tensor()), Error);
+        }
+    }
+}
+
 // Slices of dense tensors: rows that follow each other with and without gaps, in one of the two or
 // in both, over sequences of one or several.
 TEST_CASE("cast between slices of tensors") {

@@ -29,7 +29,8 @@ OpCase add(bool big) {
     const Shape s = big ? Shape{131, 257} : Shape{3, 7};
     return {.name = "add",
             .ops = {"add"},
-            .tensors = {input("a", s, Grad::none), input("b", s, Grad::none), output("out", s)},
+            .tensors = {input("a", s, Grad::none, true), input("b", s, Grad::none, true),
+                        output("out", s, true)},
             .forward = [](Run& r) { r.k.add(r.stream, r["out"], r["a"], r["b"]); }};
 }
 
