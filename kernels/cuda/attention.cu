@@ -164,7 +164,8 @@ static void find_tile_keys(Stream& stream, AttnShape& s, int64_t rows) {
 void CudaKernels::use_cudnn_attention() { cudnn_ = make_cudnn_attention(); }
 
 // Queries that do not start where the keys do are a key-value cache's (the engine refuses cuDNN for
-// blocks of a ring): cuDNN would want a new plan for every length of the cache.
+// blocks of a ring): cuDNN would want a new plan for every length of the cache. It takes statistics
+// dense only.
 template <class Call>
 static bool takes_cudnn(const std::shared_ptr<CudnnAttention>& cudnn, const Call& a) {
     return cudnn && a.q0 == a.k0 && a.lse.contiguous();

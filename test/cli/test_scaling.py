@@ -55,5 +55,30 @@ class Scaling(Cli):
                 self.assertEqual(result.stderr.count("\n"), 1, result.stderr)
 
 
+class PlayedRanks(Cli):
+    """One process, no mpirun: ranks that share a device and compute in turn."""
+
+    def bench(self, name, *args):
+        return subprocess.run([BIN / name, *args], capture_output=True, text=True, timeout=300)
+
+    def test_computing_alone(self):
+        result = self.bench("bench_seq", "--play", "3", "--mode", "zigzag_ring,dist_flash",
+                            "--seq", "97", "--repeats", "1")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertIn("the ranks compute in turn", result.stdout)
+        rows = [line.split() for line in result.stdout.splitlines() if " dp 1 x " in line]
+        self.assertEqual([row[0] for row in rows], ["zigzag_ring", "dist_flash"])
+        for row in rows:
+            self.assertEqual(row[13], "-")  # no exchange is timed
+            self.assertGreater(float(row[14]), 0)  # MB sent, once, to compare the results
+            self.assertLess(float(row[16]), 1e-5)
+
+    def test_links_need_ranks_of_their_own(self):
+        for result in (self.bench("bench_seq", "--play", "2", "--threads", "2"),
+                       self.bench("bench_comm", "--play", "2")):
+            self.assertEqual(result.returncode, 64, result.stdout)
+            self.assertIn("--play", result.stderr)
+
+
 if __name__ == "__main__":
     main()
