@@ -3,8 +3,8 @@
 // of the difference is exchange that computing does not hide; and the bytes that a rank sends. The
 // results are compared with one rank's first: a mode that is wrong has no rate.
 //
-//   bench_seq [--ranks N | --threads N | --play N] [--device cpu|cuda] [--mode
-//   NAME[:RINGxULYSSES],...]
+//   bench_seq [--ranks N | --threads N | --play N] [--device cpu|cuda]
+//   [--mode NAME[:RINGxULYSSES],...]
 //   [--batch B] [--seq S] [--heads H] [--kv-heads Hk] [--head-dim D] [--repeats R] [--documents N]
 //   [--head-slices N] [--exchange auto|nccl|copy]
 //
@@ -258,10 +258,8 @@ struct Times {
 // The fastest of the repeats; in each, the slowest rank counts.
 Times measure(Run& run, Comm& host, int repeats, bool in_turn) {
     Times best;
-    const auto time = [&](auto f) {
-        return slowest_ms(
-            host, f, [&] { run.wait(); }, in_turn);
-    };
+    const auto wait = [&] { run.wait(); };
+    const auto time = [&](auto f) { return slowest_ms(host, f, wait, in_turn); };
     for (int i = 0; i <= repeats; ++i) {
         const double f = time([&] { run.forward(); }), b = time([&] { run.backward(); });
         if (i == 0) continue;  // warm-up
