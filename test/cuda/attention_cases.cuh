@@ -24,13 +24,18 @@ struct Case {
     int64_t rows = 1 << 30;  // compared: about so many of each head, the last among them
     bool last = false;       // the last ones only
     bool apart = true;       // room between the heads of dout and of outputs
+    // Scores change by `rise` at every 50th key towards the first one, from `level` at the last.
+    float level = 0, rise = 0;
+    int64_t lse_room = 0;  // numbers between the batches of lse; the forward only
 
     std::string str() const {
         static const char* names[] = {"",        " documents", " long documents",
                                       " window", " random",    " empty"};
         return concat("D", D, " B", B, " T", Tq, "/", Tk, " H", H, "/", Hk,
                       causal ? " causal" : " full", " q0=", q0, " k0=", k0, names[int(masks)],
-                      parts ? " parts" : "", q_scale != 1 ? " scaled" : "");
+                      parts ? " parts" : "", q_scale != 1 ? " scaled" : "",
+                      level != 0 || rise != 0 ? concat(" level ", level, " rise ", rise) : "",
+                      lse_room ? " lse apart" : "");
     }
     reference::Rows rows_of(int64_t T) const {
         const int64_t step = last ? 1 : std::max<int64_t>(1, T / rows);

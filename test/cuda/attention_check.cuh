@@ -71,13 +71,17 @@ public:
         q_ = part(0, c.Tq, c.H), k_ = part(c.H, c.Tk, c.Hk), v_ = part(c.H + c.Hk, c.Tk, c.Hk);
         dout_ = matrix<T>(c.Tq, c.H);
         fill(q_, 1, c.q_scale), fill(k_, 2, c.k_scale), fill(v_, 3, 1), fill(dout_, 4, 1);
+        if (c.level != 0 || c.rise != 0)  // q's column cancels the scale
+            stairs(q_, std::sqrt(float(c.D)), 0), stairs(k_, c.level, c.rise);
         if (c.masks != Masks::none) {
             const std::vector<int32_t> host = first_keys(c);
             first_ = Tensor(m_.take<int32_t>(c.B * c.Tq), DType::i32, {c.B, c.Tq});
             gpu.k->device().copy(gpu.stream, first_.data, host.data(), first_.bytes());
             gpu.k->device().synchronize(gpu.stream);
         }
-        lse_ = Tensor(m_.take<float>(c.B * c.H * c.Tq), DType::f32, {c.B, c.H, c.Tq});
+        const int64_t lse_batch = c.H * c.Tq + c.lse_room;
+        lse_ = Tensor(m_.take<float>(c.B * lse_batch), DType::f32, {c.B, c.H, c.Tq});
+        if (c.lse_room) lse_.stride = {lse_batch, c.Tq, 1};
         delta_ = Tensor(m_.take<float>(c.B * c.H * c.Tq), DType::f32, {c.B, c.H, c.Tq});
         problem_ = {view<T>(q_),
                     view<T>(k_),
@@ -177,6 +181,12 @@ private:
                                                         t.numel(), seed, sigma);
     }
 
+    void stairs(const Tensor& t, float level, float rise) {
+        reference::stairs<T><<<256, 256, 0, stream()>>>(static_cast<T*>(t.data), view<T>(t),
+                                                        int(t.dim(1)), int(t.dim(2)),
+                                                        t.numel() / t.dim(3), level, rise);
+    }
+
     // Calls f with the keys in one block, or in two, the later first.
     template <class F>
     void in_parts(F&& f) {
@@ -229,11 +239,13 @@ private:
             problem_, rows, m_.take<double>(n * c_.Tk), want, plain, lse);
         compare("o", o, want, plain, rows, 2, 0, c_.parts ? 0 : poison);
         const std::vector<double> exact = download<double>(lse, items);
-        const std::vector<float> got = download<float>(lse_.data, lse_.numel());
+        const std::vector<float> got = download<float>(lse_.data, c_.B * lse_.pitch(0));
         double worst = 0;
         for (int64_t i = 0; i < items; ++i) {
             const int64_t row = rows.first + i % rows.count * rows.step;
-            const double w = exact[size_t(i)], x = got[size_t(i / rows.count * c_.Tq + row)];
+            const int64_t head = i / rows.count;
+            const double w = exact[size_t(i)];
+            const double x = got[size_t(head / c_.H * lse_.pitch(0) + head % c_.H * c_.Tq + row)];
             if (std::isinf(w) && x == w) continue;
             const double e = std::fabs(x - w) / std::max(1.0, std::fabs(w));
             worst = std::isnan(e) ? INFINITY : std::max(worst, e);

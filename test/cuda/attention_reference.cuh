@@ -193,6 +193,17 @@ __global__ void noise(T* x, View<T> view, int Tn, int H, int D, int64_t n, uint3
     }
 }
 
+// The first of D numbers of every row t: level + rise * (how often 50 rows follow it).
+template <class T>
+__global__ void stairs(T* x, View<T> view, int Tn, int H, int64_t n, float level, float rise) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t t = i / H;
+        x[t / Tn * view.batch + t % Tn * view.row + i % H * view.head] =
+            T(level + rise * float((Tn - 1 - t % Tn) / 50));
+    }
+}
+
 // --- comparing -----------------------------------------------------------------------------------
 struct Difference {
     double size, error, yard;   // sums of squares: of the answer, of what is off, of plain's error

@@ -79,6 +79,41 @@ TEST_CASE("attention table: masks, offsets, blocks of keys, scaled scores") {
     expect_all(cases);
 }
 
+// The forward's maxima: rows whose scores jump from one key tile to the next or inside of one, rows
+// whose scores all lie far below 0, rows that see their first key late or never.
+TEST_CASE("attention table: scores that jump") {
+    std::vector<Case> cases;
+    for (int64_t D : {32, 64, 80, 96, 128, 192})
+        for (auto [level, rise] : {std::pair{0.f, 6.f},
+                                   {0.f, 40.f},
+                                   {0.f, -40.f},
+                                   {-500.f, 0.f},
+                                   {-500.f, 40.f},
+                                   {300.f, 1.f}})
+            for (Masks masks : {Masks::none, Masks::documents, Masks::random}) {
+                Case c{2, 611, 611, 4, 2, D, true, 0, 0, masks};
+                c.level = level, c.rise = rise;
+                cases.push_back(c);
+                c.Tq = 300, c.causal = false, c.parts = true;
+                cases.push_back(c);
+            }
+    expect_all(cases);
+    expect_all(cases, /*hopper=*/true, /*only_bf16=*/true);
+}
+
+// Where Hopper's forward cannot number the rows of lse, the mma.sync kernels take over.
+TEST_CASE("attention table: batches of lse apart") {
+    Gpu gpu(DType::bf16, 256);
+    for (int64_t D : {64, 96, 128})
+        for (int64_t room : {int64_t(7), int64_t(200)}) {  // 200: a whole row
+            Case c{3, 200, 200, 4, 2, D};
+            c.lse_room = room;
+            const Verdict v = check(gpu, c, /*backward=*/false);
+            INFO(c.str() << ":" << v.text);
+            EXPECT(v.ok);
+        }
+}
+
 TEST_CASE("attention table: mma.sync kernels where Hopper's are the rule") {
     std::vector<Case> cases;
     for (int64_t D : {8, 32, 64, 80, 96, 128})

@@ -8,62 +8,23 @@
 // docs/flash_attention.md.
 #pragma once
 #include "kernels/cuda/flash/forward_work.cuh"
+#include "kernels/cuda/flash/softmax.cuh"
 
 namespace torus::flash {
-
-// Running maximum and sum of two rows, and the softmax of one tile of scores in place.
-// `top` follows the maximum only when that has grown by more than a factor 2^8, so that the output
-// is seldom rescaled; probabilities then reach 256, which changes no relative precision.
-template <int N>
-struct Softmax {
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-    float decay[2];  // what the output so far shrinks by
-
-    // Scores of keys that a row does not see become -inf. column: key number of s[0].
-    DEVICE void mask(float (&s)[N / 2], int column, const int (&low)[2], const int (&high)[2]) {
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const int base = column - low[r];
-            const uint32_t visible = uint32_t(max(high[r] - low[r], 0));
-            UNROLL for (int i = 2 * r; i < N / 2; i += 4) {
-                s[i] = uint32_t(base + i / 4 * 8) < visible ? s[i] : -INFINITY;
-                s[i + 1] = uint32_t(base + i / 4 * 8 + 1) < visible ? s[i + 1] : -INFINITY;
-            }
-        }
-    }
-    DEVICE void step(float (&s)[N / 2], float scale_log2) {
-        UNROLL for (int r = 0; r < 2; ++r) {
-            float high = s[2 * r];
-            UNROLL for (int i = 2 * r; i < N / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-            high = (high - top[r]) * scale_log2 > 8.f ? high : top[r];
-            const float safe = high == -INFINITY ? 0.f : high;  // a row without keys so far
-            decay[r] = exp2_fast((top[r] - safe) * scale_log2);
-            top[r] = high;
-            const float shift = safe * scale_log2;
-            float total = 0;
-            UNROLL for (int i = 2 * r; i < N / 2; i += 4) {
-                s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift));
-                s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, -shift));
-                total += s[i] + s[i + 1];
-            }
-            sum[r] = sum[r] * decay[r] + total;
-        }
-    }
-};
 
 // The end of two rows of a query tile: what divides their output, and their log-sum-exp.
 struct RowEnds {
     float weight[2], lse[2];
 
-    DEVICE RowEnds(const float (&top)[2], const float (&sums)[2], float scale) {
+    template <class Softmax>
+    DEVICE RowEnds(const Softmax& soft, float scale) {
         UNROLL for (int r = 0; r < 2; ++r) {
-            float sum = sums[r];
+            float sum = soft.sum[r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             const bool empty = !(sum > 0);
             weight[r] = empty ? 0.f : __fdividef(1.f, sum);
-            lse[r] = empty ? -INFINITY : top[r] * scale + __logf(sum);
+            lse[r] = empty ? -INFINITY : soft.log_sum(r, sum, scale);
         }
     }
 };
@@ -151,7 +112,7 @@ struct ForwardConsumer {
     uint32_t phases = 1 << 6;
     float s[N / 2], o[D / 2];
     uint32_t probability[N / 4];
-    Softmax<N> soft;
+    typename Tile::Softmax soft;
     int low[2];                // first keys of this thread's two rows
     int full_begin, full_end;  // key tiles that all rows of the warp see
 
@@ -217,14 +178,18 @@ struct ForwardConsumer {
             wgmma_rs<T, D, 1>(o, probability + 4 * k, mn_major<N, panel>(v_tile, k), 1);
         wgmma_commit();
     }
-    DEVICE void hide(const ForwardWork& w, int n) {
-        if (n < full_end && n >= full_begin) return;
-        int high[2];
+    // Where the keys end that this thread's rows see.
+    DEVICE void ends_of_keys(const ForwardWork& w, int (&high)[2]) const {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int row = row_of(w) + 8 * r;
             high[r] = row < p.mask.queries ? p.mask.high(row) : 0;
         }
-        soft.mask(s, w.origin + n * N + 2 * (threadIdx.x % 4), low, high);
+    }
+    DEVICE void hide(const ForwardWork& w, int n) {
+        if (n < full_end && n >= full_begin) return;
+        int high[2];
+        ends_of_keys(w, high);
+        hide_keys(s, w.origin + n * N + 2 * (threadIdx.x % 4), low, high);
     }
     // Never traps. The branch depends on every probability, so that ptxas cannot move their
     // computation behind the wait, away from under the product.
@@ -251,8 +216,7 @@ struct ForwardConsumer {
         if (elected()) barrier_arrive(&bar.v_empty[here]);
         give_back_queries();
         repack<T>(s, probability);
-        if (__any_sync(~0u, soft.decay[0] != 1.f || soft.decay[1] != 1.f))
-            UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
+        if (soft.shrinks()) UNROLL for (int i = 0; i < D / 2; ++i) o[i] *= soft.decay[i / 2 % 2];
     }
     // A step from one query tile to the next, so that the products do not stop between them: the
     // last output of `w`, which is stored, and the first scores of the tile after it, which is
@@ -288,7 +252,7 @@ struct ForwardConsumer {
             const int row = row_of(after) + 8 * r;
             low[r] = to && row < p.mask.queries ? p.mask.first(after.batch, row) : INT32_MIN;
         }
-        const RowEnds ends(soft.top, soft.sum, p.scale);
+        const RowEnds ends(soft, p.scale);
         wgmma_wait<1>();
         pin(o);
         if (from) {
@@ -296,7 +260,6 @@ struct ForwardConsumer {
             store(w, old_stage, ends);
             if (!Tile::late_copy) send(w, old_stage);
         }
-        soft = {};
         low[0] = p.mask.local(low[0]), low[1] = p.mask.local(low[1]);
         full_begin = (__reduce_max_sync(~0u, max(low[0], low[1])) - after.origin + N - 1) / N;
         full_end = (p.mask.high(__shfl_sync(~0u, row_of(after), 0)) - after.origin) / N;
@@ -305,7 +268,9 @@ struct ForwardConsumer {
         pin(s);
         if (to && elected()) barrier_arrive(&bar.k_empty[stage()]);
         hide(after, after.count - 1);
-        soft.step(s, p.scale_log2);
+        int high[2];
+        ends_of_keys(after, high);
+        soft.begin(s, p.scale_log2, low, high);
         repack<T>(s, probability);
         if (from) {
             if (Tile::late_copy) send(w, old_stage);

@@ -3,6 +3,7 @@
 #pragma once
 #include "kernels/cuda/flash/documents.cuh"
 #include "kernels/cuda/flash/params.h"
+#include "kernels/cuda/flash/softmax.cuh"
 #include "kernels/cuda/flash/wgmma.cuh"
 
 namespace torus::flash {
@@ -19,6 +20,9 @@ struct ForwardTile {
     // o leaves after the first softmax of the next tile, not before it, where fewer warpgroups are
     // there to work meanwhile: its copy begins with a barrier.
     static constexpr bool late_copy = consumers == 2;
+    // By signs is shorter, but its exponentials come in one piece. At head dim 64, where they take
+    // as long as the products, all warps come to want them at the same time, and a quarter is lost.
+    using Softmax = std::conditional_t<(d > 96), SoftmaxBySigns<T, n / 2>, SoftmaxByMaximum<n / 2>>;
     static constexpr uint32_t rows_bytes = 64 * D * 2;  // queries, and later o, of a warpgroup
     static constexpr uint32_t q_bytes = consumers * rows_bytes, kv_bytes = n * D * 2;
     // offsets in shared memory
