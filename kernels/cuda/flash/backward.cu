@@ -45,7 +45,7 @@ struct Plan {
             return here;
         };
         const int64_t tiles = B * H * m_tiles;
-        stats = take(tiles * (16 * M + 16)), sums = take(tiles * M * D * 4);
+        stats = take(tiles * (24 * M + 16)), sums = take(tiles * M * D * 4);
         maxima = take(B * Hk * most_chunks * 8);
         list = take(B * key_units * int64_t(sizeof(KeyUnit))), order = take(B * key_units * 8);
         pieces = take(B * (cuts + 2) * int64_t(sizeof(Piece)));
@@ -164,7 +164,8 @@ void launch(cudaStream_t stream, const AttnGrad& a, void* workspace) {
         if (p.pieces)
             cut_kernel<<<unsigned(B), cut_threads, 0, stream>>>(p.mask, p.pieces, p.cuts,
                                                                 Tile::unit_keys);
-        find_kernel<M><<<unsigned(B * at.key_units), 32, 0, stream>>>(p, Tile::unit_keys);
+        find_kernel<M, typename Tile::Stats>
+            <<<unsigned(B * at.key_units), 32, 0, stream>>>(p, Tile::unit_keys);
         order_kernel<<<order_blocks(B, at.key_units), 32 * order_warps, 0, stream>>>(
             p.order, p.lengths, p.key_units);
     }

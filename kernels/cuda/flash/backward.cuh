@@ -81,8 +81,8 @@ struct BackwardConsumer {
         uint32_t shared;
         int group, warp, lane;
         bool elected;
-        DEVICE explicit Place(uint32_t base) : shared(opaque(base)) {
-            const uint32_t tid = thread_number();
+        DEVICE explicit Place(uint32_t base) : Place(base, thread_number()) {}
+        DEVICE Place(uint32_t base, uint32_t tid) : shared(opaque(base)) {
             group = int(tid / 128) - 1, warp = tid / 32 % 4, lane = tid % 32,
             elected = tid % 128 == 0;
         }
@@ -178,7 +178,8 @@ struct BackwardConsumer {
         const int width = w.end - w.begin;
         int left = p.part_heads * width;
         Query now = begin_of(w);
-        int before = 0;  // the tile whose dq is to come
+        int before = 0;                  // the tile whose dq is to come
+        uint32_t tid = thread_number();  // read under the last product of a step, for the next one
         auto advance = [&] {
             before = now.tile;
             ++now.m, ++now.tile, ++step, --left;
@@ -186,15 +187,15 @@ struct BackwardConsumer {
         };
         barrier_wait(&bar.k_full, w.phase);
         barrier_wait(&bar.q_full[step % 2], step / 2 % 2);
-        product<Tile::k_panel>(s, Place(shared), Tile::k_at, Tile::q_at + step % 2 * Tile::q_bytes);
+        begin_scores(s, Place(shared), step % 2);
         barrier_wait(&bar.v_full, w.phase);
         wgmma_wait<0>();
         pin(s);
-        one_step<true>(s, w.keys, now, before, step, left > 1);
+        one_step<true>(s, w.keys, now, before, step, left > 1, tid);
         advance();
 #pragma unroll 1
         while (left > 0) {
-            one_step<false>(s, w.keys, now, before, step, left > 1);
+            one_step<false>(s, w.keys, now, before, step, left > 1, tid);
             advance();
         }
         const Place at(shared);
@@ -205,6 +206,8 @@ struct BackwardConsumer {
             wgmma_wait<0>();
             pin(dq);
             add_dq(dq, at, at.group, before, factor);
+        } else {
+            send_dq_before(at, before);
         }
         if (at.elected) barrier_arrive(&bar.k_empty), barrier_arrive(&bar.v_empty);
     }
@@ -214,15 +217,29 @@ struct BackwardConsumer {
         return Tile::cluster > 1 ? address & 0xFFFFFF : address;
     }
     // x (64 keys x M queries) = A B^T, A: this warpgroup's rows of K or V, in panels of PanelA
-    // columns, B: Q or dO; asynchronous.
-    template <int PanelA>
-    DEVICE void product(float (&x)[M / 2], const Place& at, uint32_t a, uint32_t b) {
+    // columns, B: Q or dO of that stage; asynchronous. Ones: which of `ones` picks the columns of
+    // the row statistics that come first.
+    template <int PanelA, int Ones>
+    DEVICE void product(float (&x)[M / 2], const Place& at, uint32_t a, uint32_t b, int stage) {
         const uint32_t base = operand(at.shared);
         wgmma_fence();
+        if constexpr (Tile::columns) {
+            // All rows of A are the same eight numbers twice, each row of B is eight twice.
+            const uint32_t ones = base + Tile::ones_at + Ones * 128;
+            const uint32_t columns = base + Tile::stats_at + stage * Tile::stats_bytes;
+            wgmma_ss<T, M, 0, 0>(x, unswizzled<0, 0>(ones), unswizzled<128, 0>(columns), 0);
+        }
         UNROLL for (int k = 0; k < D / 16; ++k) wgmma_ss<T, M, 0, 0>(
             x, k_major<Tile::n, PanelA>(base + a + at.group * (PanelA * 128), k),
-            k_major<M, Tile::panel>(base + b, k), k > 0);
+            k_major<M, Tile::panel>(base + b, k), Tile::columns || k > 0);
         wgmma_commit();
+    }
+    // The scores of the queries in a stage (less lse / scale), and dP (less delta).
+    DEVICE void begin_scores(float (&s)[M / 2], const Place& at, int stage) {
+        product<Tile::k_panel, 0>(s, at, Tile::k_at, Tile::q_at + stage * Tile::q_bytes, stage);
+    }
+    DEVICE void begin_dp(float (&dp)[M / 2], const Place& at, int stage) {
+        product<Tile::panel, 1>(dp, at, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes, stage);
     }
     // dq (64 rows of this warpgroup's share of the tile) = dS K, asynchronous.
     DEVICE void begin_dq(float (&dq)[dq_columns / 2], const Place& at, int stage) {
@@ -241,7 +258,7 @@ struct BackwardConsumer {
     DEVICE float2 load_factors(int tile, const Place& at) {
         if constexpr (Tile::sum == Sum::plain) return make_float2(1, 1);
         const float* const from =
-            static_cast<const RowStats<M>*>(p.stats)[tile].factor + at.dq_row();
+            static_cast<const typename Tile::Stats*>(p.stats)[tile].factor + at.dq_row();
         return make_float2(__ldg(from), __ldg(from + 8));
     }
     // 64 rows of dq, the `part`-th half of its tile, on their way to memory, in the order of the
@@ -262,27 +279,39 @@ struct BackwardConsumer {
                 red_add(to + i * 32, __int_as_float(addend(i)), __int_as_float(addend(i + 1)),
                         __int_as_float(addend(i + 2)), __int_as_float(addend(i + 3)));
         } else {
-            constexpr int count = numbers / Tile::dq_pieces;  // at a time
-            const uint32_t to = at.shared + Tile::dq_at + at.group * (count * 512);
-            UNROLL for (int first = 0; first < numbers; first += count) {
+            const uint32_t to = dq_stage(at) + thread * 16;
+            UNROLL for (int first = 0; first < numbers; first += dq_count) {
                 if (first > 0) {
+                    send_dq(at, base + (first - dq_count) * 128);
                     if (at.elected) bulk_wait_read();
                     at.sync();
                 }
-                UNROLL for (int i = first; i < first + count; i += 4)
-                    store_shared(to + (i - first) * 512 + thread * 16, addend(i), addend(i + 1),
-                                 addend(i + 2), addend(i + 3));
-                fence_async();
-                at.sync();
-                if (!at.elected) continue;
-                if constexpr (Tile::sum == Sum::fixed)
-                    bulk_add_s32(static_cast<int32_t*>(p.sums) + base + first * 128, to,
-                                 count * 512);
-                else
-                    bulk_add_f32(static_cast<float*>(p.sums) + base + first * 128, to, count * 512);
-                bulk_commit();
+                UNROLL for (int i = first; i < first + dq_count; i += 4) store_shared(
+                    to + (i - first) * 512, addend(i), addend(i + 1), addend(i + 2), addend(i + 3));
             }
+            if constexpr (Tile::delayed) send_dq(at, base + (numbers - dq_count) * 128);
         }
+    }
+    // What a thread has in shared memory of dq at a time, and where its warpgroup's lies.
+    static constexpr int dq_count = dq_columns / 2 / Tile::dq_pieces;
+    DEVICE static uint32_t dq_stage(const Place& at) {
+        return at.shared + Tile::dq_at + at.group * (dq_count * 512);
+    }
+    // From there on its way to memory, `to` numbers into the sums.
+    DEVICE void send_dq(const Place& at, int64_t to) {
+        fence_async();
+        at.sync();
+        if (!at.elected) return;
+        if constexpr (Tile::sum == Sum::fixed)
+            bulk_add_s32(static_cast<int32_t*>(p.sums) + to, dq_stage(at), dq_count * 512);
+        else
+            bulk_add_f32(static_cast<float*>(p.sums) + to, dq_stage(at), dq_count * 512);
+        bulk_commit();
+    }
+    // Where dq is not delayed, it is sent in the next step: a fence right behind the stores would
+    // wait for them.
+    DEVICE void send_dq_before(const Place& at, int tile) {
+        send_dq(at, int64_t(tile) * (M * D) + at.group * (M * D / 2));
     }
 
     // Scores of keys that a query does not see become -inf: where the causal rule or the last key
@@ -301,20 +330,22 @@ struct BackwardConsumer {
                 }
             }
         }
-        if (p.mask.first_key && first < load_shared_i2(stats + 16 * M).y) {
+        constexpr uint32_t low_at = Tile::Stats::low_at;
+        if (p.mask.first_key && first < load_shared_i2(stats + low_at + 4 * M).y) {
             UNROLL for (int j = 0; j < M / 8; ++j) {
-                const int2 low = load_shared_i2(stats + 12 * M + (8 * j + column) * 4);
+                const int2 low = load_shared_i2(stats + low_at + (8 * j + column) * 4);
                 UNROLL for (int i = 0; i < 4; ++i) if (key + i / 2 * 8 < (i % 2 ? low.y : low.x))
                     s[4 * j + i] = -INFINITY;
             }
         }
     }
 
-    // P^T of the masked scores, in 16 bits; lse_at: this thread's columns in shared memory.
+    // P^T of the masked scores, in 16 bits; lse_at: this thread's columns in shared memory, if they
+    // are not part of the scores.
     DEVICE void probabilities(const float (&s)[M / 2], uint32_t (&p16)[M / 4], uint32_t lse_at) {
         uint32_t signs = 0;
         UNROLL for (int j = 0; j < M / 8; ++j) {
-            const float2 lse2 = load_shared_f2(lse_at + 32 * j);
+            const float2 lse2 = Tile::columns ? make_float2(0, 0) : load_shared_f2(lse_at + 32 * j);
             p16[2 * j] = pack<T>(exp2_fast(fmaf(s[4 * j], p.scale_log2, -lse2.x)),
                                  exp2_fast(fmaf(s[4 * j + 1], p.scale_log2, -lse2.y)));
             p16[2 * j + 1] = pack<T>(exp2_fast(fmaf(s[4 * j + 2], p.scale_log2, -lse2.x)),
@@ -325,11 +356,12 @@ struct BackwardConsumer {
         // their computation behind the wait, away from under the product.
         if (signs & 0x80008000u) __trap();
     }
-    // dS^T = P^T (dP^T - delta).
+    // dS^T = P^T (dP^T - delta); delta_at likewise.
     DEVICE void differences(const float (&dp)[M / 2], const uint32_t (&p16)[M / 4],
                             uint32_t (&ds16)[M / 4], uint32_t delta_at) {
         UNROLL for (int j = 0; j < M / 8; ++j) {
-            const float2 delta = load_shared_f2(delta_at + 32 * j);
+            const float2 delta =
+                Tile::columns ? make_float2(0, 0) : load_shared_f2(delta_at + 32 * j);
             const float2 upper = unpack<T>(p16[2 * j]), lower = unpack<T>(p16[2 * j + 1]);
             ds16[2 * j] =
                 pack<T>(upper.x * (dp[4 * j] - delta.x), upper.y * (dp[4 * j + 1] - delta.y));
@@ -357,15 +389,16 @@ struct BackwardConsumer {
     // and the product of whatever lies there is not used.
     template <bool First>
     DEVICE void one_step(float (&s)[M / 2], TileKeys keys, Query now, int before, int step,
-                         bool more) {
+                         bool more, uint32_t& tid) {
         float dp[M / 2], dq[dq_columns / 2];
         uint32_t p16[M / 4], ds16[M / 4];
         const int stage = step % 2;
-        const Place before_dp(shared);
+        const Place before_dp(shared, tid);
         const uint32_t stats = before_dp.shared + Tile::stats_at + stage * Tile::stats_bytes;
         const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
-        product<Tile::panel>(dp, before_dp, Tile::v_at, Tile::dout_at + stage * Tile::q_bytes);
+        begin_dp(dp, before_dp, stage);
+        if constexpr (!Tile::delayed && !First) send_dq_before(before_dp, before);
         mask(s, before_dp, keys, now.m, stats);
         probabilities(s, p16, lse_at);
         const Place at(shared);
@@ -407,7 +440,7 @@ struct BackwardConsumer {
         };
         if constexpr (!Tile::delayed) release();
         if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
-        product<Tile::k_panel>(s, at, Tile::k_at, Tile::q_at + (stage ^ 1) * Tile::q_bytes);
+        begin_scores(s, at, stage ^ 1);
         if constexpr (Tile::delayed) {
             release();
         } else {
@@ -415,6 +448,7 @@ struct BackwardConsumer {
             pin(dq);
             add_dq(dq, at, at.group, dq_tile, factor);
         }
+        tid = thread_number();
         wgmma_wait<0>();
         pin(s);
     }
@@ -432,6 +466,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         init_barriers<Tile>(bar);
         barrier_init_done();
     }
+    write_ones<Tile>(shared);
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {

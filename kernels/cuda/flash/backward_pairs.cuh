@@ -38,11 +38,12 @@ struct PairTile : BackwardTile<T, 128, How> {
     static constexpr uint32_t k_at = 0, v_at = k_at + Single::kv_bytes;
     static constexpr uint32_t other_k_at = v_at + Single::kv_bytes, q_at = other_k_at + k_half;
     static constexpr uint32_t dout_at = q_at + 2 * Single::q_bytes;
-    static constexpr uint32_t ds_at = dout_at + 2 * Single::q_bytes;
+    static constexpr uint32_t stats_at = dout_at + 2 * Single::q_bytes;
+    static constexpr uint32_t ones_at = stats_at + 2 * Single::stats_bytes;
+    static constexpr uint32_t ds_at = stats_at + Single::small_bytes;
     static constexpr uint32_t other_ds_at = ds_at + 2 * Single::ds_bytes;
     static constexpr uint32_t dq_at = other_ds_at + 2 * Single::ds_bytes;
-    static constexpr uint32_t stats_at = dq_at + dq_bytes;
-    static constexpr uint32_t control_at = stats_at + 2 * Single::stats_bytes;
+    static constexpr uint32_t control_at = dq_at + dq_bytes;
     static constexpr int shared_bytes = control_at + sizeof(PairControl);
     static_assert(shared_bytes <= 232448 && control_at % 16 == 0);
 };
@@ -79,7 +80,7 @@ DEVICE void pair_produce(const BackwardParams& p, PairControl& control, uint32_t
                           keep_in_l2, cluster_rank());
             if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
-                      static_cast<const RowStats<Tile::m>*>(p.stats) +
+                      static_cast<const typename Tile::Stats*>(p.stats) +
                           int64_t((slot->batch * p.heads + head) * p.m_tiles + m),
                       Tile::stats_bytes, &bar.q_full[s]);
             if (first) {
@@ -155,37 +156,39 @@ struct PairConsumer : BackwardConsumer<Tile> {
         const int width = w.end - w.begin;
         int left = p.part_heads * width;
         Query now = this->begin_of(w);
-        int before = 0;  // the tile of the step before
+        uint32_t tid = thread_number();  // read under the last product of a step, for the next one
         auto advance = [&] {
-            before = now.tile;
             ++now.m, ++now.tile, --left;
             step = (step & ~3u) | ((step + 1) & 3);
             if (now.m == w.end) now.m -= width, now.tile += p.m_tiles - width;
         };
+        // Of the step before; counted back, which spares a register in every step.
+        auto tile_before = [&] {
+            return now.tile - 1 - (now.m == w.end - width ? p.m_tiles - width : 0);
+        };
         barrier_wait(&bar.k_full, w.phase);
         barrier_wait(&bar.q_full[stage_of(step)], phase_of(step));
-        this->template product<Tile::k_panel>(s, Place(shared), Tile::k_at,
-                                              Tile::q_at + stage_of(step) * Tile::q_bytes);
+        this->begin_scores(s, Place(shared), stage_of(step));
         barrier_wait(&bar.v_full, w.phase);
         wgmma_wait<0>();
         pin(s);
-        one_step<true, false>(s, w.keys, now, before, step, left > 1);
+        one_step<true, false>(s, w.keys, now, tile_before, step, left > 1, tid);
         advance();
 #pragma unroll 1
         while (left > 0) {
             if (has_turn(step))
-                one_step<false, true>(s, w.keys, now, before, step, left > 1);
+                one_step<false, true>(s, w.keys, now, tile_before, step, left > 1, tid);
             else
-                one_step<false, false>(s, w.keys, now, before, step, left > 1);
+                one_step<false, false>(s, w.keys, now, tile_before, step, left > 1, tid);
             advance();
         }
         const Place at(shared);
         if (has_turn(step)) {
             float dq[32];
             begin_dq(dq, at, step - 1);
-            const float2 factor = this->load_factors(before, at);
+            const float2 factor = this->load_factors(tile_before(), at);
             wgmma_wait<0>();
-            end_dq(dq, at, step - 1, before, factor);
+            end_dq(dq, at, step - 1, tile_before(), factor);
         }
         if (at.elected) barrier_arrive(&bar.k_empty), barrier_arrive(&bar.v_empty);
     }
@@ -239,18 +242,17 @@ struct PairConsumer : BackwardConsumer<Tile> {
 
     // One query tile, as in backward.cuh. Under the arithmetic on dS runs dQ of the tile before, or
     // where this warpgroup has none to make, dV.
-    template <bool First, bool HasTurn>
-    DEVICE void one_step(float (&s)[M / 2], TileKeys keys, Query now, int before, uint32_t step,
-                         bool more) {
+    template <bool First, bool HasTurn, class TileBefore>
+    DEVICE void one_step(float (&s)[M / 2], TileKeys keys, Query now, TileBefore tile_before,
+                         uint32_t step, bool more, uint32_t& tid) {
         float dp[M / 2], dq[32];
         uint32_t p16[M / 4], ds16[M / 4];
         const uint32_t stage = stage_of(step);
-        const Place before_dp(shared);
+        const Place before_dp(shared, tid);
         const uint32_t stats = before_dp.shared + Tile::stats_at + stage * Tile::stats_bytes;
         const uint32_t lse_at = stats + before_dp.lane % 4 * 8;
         barrier_wait(&bar.dout_full[stage], phase_of(step));
-        this->template product<Tile::panel>(dp, before_dp, Tile::v_at,
-                                            Tile::dout_at + stage * Tile::q_bytes);
+        this->begin_dp(dp, before_dp, stage);
         this->mask(s, before_dp, keys, now.m, stats);
         this->probabilities(s, p16, lse_at);
         const Place at(shared);
@@ -274,13 +276,13 @@ struct PairConsumer : BackwardConsumer<Tile> {
         this->add_product(dk, ds16, q, First);
         send_ds(at, stage);
         if constexpr (HasTurn) {
+            const int before = tile_before();
             const float2 factor = this->load_factors(before, at);
             wgmma_wait<2>();
             end_dq(dq, at, step - 1, before, factor);
         }
         if (more) barrier_wait(&bar.q_full[stage ^ 1], phase_of(step + 1));
-        this->template product<Tile::k_panel>(s, at, Tile::k_at,
-                                              Tile::q_at + (stage ^ 1) * Tile::q_bytes);
+        this->begin_scores(s, at, stage ^ 1);
         wgmma_wait<1>();
         pin(dv), pin(dk);
         if (at.elected) {
@@ -288,6 +290,7 @@ struct PairConsumer : BackwardConsumer<Tile> {
             barrier_arrive_in(cluster_rank() ^ 1, &bar.q_empty[stage]);
         }
         stats_read<Tile>(stage);
+        tid = thread_number();
         wgmma_wait<0>();
         pin(s);
     }
@@ -309,8 +312,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         barrier_init(&bar.unit_full, 1), barrier_init(&bar.unit_empty, 1);
         barrier_init_done();
     }
-    cluster_sync();
     const uint32_t shared = shared_address(memory);
+    write_ones<Tile>(shared);
+    cluster_sync();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         registers_shrink<Tile::producer_registers>();

@@ -71,6 +71,17 @@ __global__ void __launch_bounds__(pass_threads) measure_kernel(const BackwardPar
     p.maxima[int64_t(head) * p.chunks + blockIdx.x] = make_float2(largest, norm);
 }
 
+// The bits of three bf16 numbers, the largest first, whose sum is x to 2^-24.
+DEVICE uint3 in_three(float x) {
+    uint32_t bits[3];
+    UNROLL for (int i = 0; i < 3; ++i) {
+        const __nv_bfloat16 part = __float2bfloat16_rn(x);
+        bits[i] = __bfloat16_as_ushort(part);
+        x -= __bfloat162float(part);
+    }
+    return make_uint3(bits[0], bits[1], bits[2]);
+}
+
 // One block per (batch, head, query tile).
 template <class Tile>
 __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardParams p) {
@@ -117,7 +128,8 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
     UNROLL for (int i = threadIdx.x; i < M * D / 4; i += pass_threads) sums[i] =
         make_int4(0, 0, 0, 0);
     __syncthreads();
-    RowStats<M>& stats = static_cast<RowStats<M>*>(p.stats)[tile];
+    using Stats = typename Tile::Stats;
+    Stats& stats = static_cast<Stats*>(p.stats)[tile];
     if (threadIdx.x < M) {
         const int r = threadIdx.x, row = m * M + r;
         const bool inside = row < p.mask.queries;
@@ -126,8 +138,14 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
         };
         const float lse = inside ? of_row(p.lse, p.lse_pitch) : -INFINITY;
         const float delta = inside ? of_row(p.delta, p.delta_pitch) : 0.f;
-        stats.lse2[r] = lse == -INFINITY ? INFINITY : lse * 1.44269504f;
-        stats.delta[r] = delta;
+        if constexpr (Tile::columns) {
+            const uint3 a = in_three(lse == -INFINITY ? -1e30f : -lse / p.scale);
+            const uint3 b = in_three(-delta);
+            stats.columns[r] = make_uint4(a.x | a.y << 16, a.z | b.x << 16, b.y | b.z << 16, 0);
+        } else {
+            stats.lse2[r] = lse == -INFINITY ? INFINITY : lse * 1.44269504f;
+            stats.delta[r] = delta;
+        }
         if constexpr (Tile::sum != Sum::plain) {
             // |dq| <= sum_j P_ij |dP_ij - delta_i| |k_j|, and so any part of the sum; 2% for
             // rounding
@@ -149,15 +167,15 @@ __global__ void __launch_bounds__(pass_threads) prepare_kernel(const BackwardPar
 }
 
 // One warp per (batch, unit of its keys).
-template <int M>
+template <int M, class Stats>
 __global__ void __launch_bounds__(32) find_kernel(const BackwardParams p, int unit_keys) {
     const int batch = blockIdx.x / p.key_units, unit = blockIdx.x % p.key_units;
     const Span span = span_of(p.pieces, batch, p.cuts, unit, p.mask.keys);
     const int first = span.first + (unit - span.unit) * unit_keys;
     KeyUnit found{0, 0, p.m_tiles, 0};
     if (first < span.end) found.first = first, found.end = min(first + unit_keys, span.end);
-    const RowStats<M>* const stats =
-        static_cast<const RowStats<M>*>(p.stats) + int64_t(batch) * p.heads * p.m_tiles;
+    const Stats* const stats =
+        static_cast<const Stats*>(p.stats) + int64_t(batch) * p.heads * p.m_tiles;
     for (int m = threadIdx.x; m < p.m_tiles; m += 32)
         if (stats[m].low_min < found.end)
             found.begin = min(found.begin, m), found.stop = max(found.stop, m + 1);
@@ -194,7 +212,7 @@ __global__ void __launch_bounds__(pass_threads) finish_kernel(const BackwardPara
                         ++i) if (inside(r) && (Tile::exact || column + 8 * i < p.head_dim))
                 old[r][i] = *reinterpret_cast<const float2*>(at + 8 * i);
         }
-    const RowStats<M>& stats = static_cast<const RowStats<M>*>(p.stats)[tile];
+    const auto& stats = static_cast<const typename Tile::Stats*>(p.stats)[tile];
     UNROLL for (int r = 0; r < 2; ++r) {
         const float unit = Tile::sum == Sum::fixed ? p.scale / stats.factor[row + 8 * r] : p.scale;
         float x[2 * count];

@@ -37,12 +37,20 @@ struct BackwardTile {
     static constexpr int dq_pieces = 1;  // in which a warpgroup's dQ passes through shared memory
     static constexpr uint32_t kv_bytes = n * D * 2, q_bytes = m * D * 2;
     static constexpr uint32_t ds_bytes = m * n * 2, dq_bytes = by_copy ? m * D * 4 : 0;
-    static constexpr uint32_t stats_bytes = sizeof(RowStats<m>);
-    // offsets in shared memory
+    // Whether lse and delta are subtracted by the products. Three bf16 numbers hold every bit of a
+    // float, fp16 has not the range; with sums in fixed point a pair has no room.
+    static constexpr bool columns =
+        std::is_same_v<T, __nv_bfloat16> && !(D == 128 && How == Sum::fixed);
+    using Stats = RowStats<m, columns>;
+    static constexpr uint32_t stats_bytes = Stats::copied, ones_bytes = columns ? 256 : 0;
+    static constexpr uint32_t small_bytes = (2 * stats_bytes + ones_bytes + 1023) / 1024 * 1024;
+    // Offsets in shared memory. Something follows the ones: compute-sanitizer takes a product's
+    // operand, which these are twice, for 2 KB in a row.
     static constexpr uint32_t k_at = 0, v_at = k_at + kv_bytes, q_at = v_at + kv_bytes;
-    static constexpr uint32_t dout_at = q_at + 2 * q_bytes, ds_at = dout_at + 2 * q_bytes;
-    static constexpr uint32_t dq_at = ds_at + 2 * ds_bytes, stats_at = dq_at + dq_bytes;
-    static constexpr int shared_bytes = stats_at + 2 * stats_bytes + 1024;
+    static constexpr uint32_t dout_at = q_at + 2 * q_bytes, stats_at = dout_at + 2 * q_bytes;
+    static constexpr uint32_t ones_at = stats_at + 2 * stats_bytes, ds_at = stats_at + small_bytes;
+    static constexpr uint32_t dq_at = ds_at + 2 * ds_bytes;
+    static constexpr int shared_bytes = dq_at + dq_bytes + 1024;
 };
 
 // The keys of one block in a unit of work, in one register: the first, a multiple of 8, and how
@@ -83,6 +91,21 @@ DEVICE void stats_read(int stage) {
 template <class Tile>
 DEVICE void stats_wait(int stage) {
     named_sync<Tile::threads - 96>(4 + stage);
+}
+
+// The other factors of RowStats::columns, in shared memory: eight equal rows of eight numbers that
+// pick out -lse / scale, and eight for -delta. The sixteen that a product sums over are these
+// twice, so they are halves. By all threads; a barrier follows.
+template <class Tile>
+DEVICE void write_ones(uint32_t shared) {
+    constexpr uint32_t low = 0x3F00, high = 0x3F000000, both = low | high;  // 0.5 in bf16
+    if (!Tile::columns || threadIdx.x >= 16) return;
+    const uint32_t to = shared + Tile::ones_at + threadIdx.x * 16;
+    if (threadIdx.x < 8)
+        store_shared(to, both, low, 0, 0);
+    else
+        store_shared(to, 0, high, both, 0);
+    fence_async();
 }
 
 // By one thread, before anything waits.
@@ -175,7 +198,7 @@ DEVICE void backward_produce(const BackwardParams& p, BackwardBarriers& bar, Bac
             barrier_expect(&bar.q_full[s], Tile::q_bytes + Tile::stats_bytes);
             if (step > 1) stats_wait<Tile>(s);
             bulk_load(shared + Tile::stats_at + s * Tile::stats_bytes,
-                      static_cast<const RowStats<Tile::m>*>(p.stats) +
+                      static_cast<const typename Tile::Stats*>(p.stats) +
                           int64_t((slot->batch * p.heads + head) * p.m_tiles + m),
                       Tile::stats_bytes, &bar.q_full[s]);
             load_tile<Tile::d, Tile::m>(shared + Tile::q_at + s * Tile::q_bytes, &p.q,

@@ -2,8 +2,10 @@
 // that turns the mask "first_key[i] <= j, j <= i when causal" into ranges of local key numbers.
 #pragma once
 #include <cuda.h>
+#include <vector_types.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace torus::flash {
 
@@ -69,14 +71,28 @@ enum class Sum {
     fixed     // 32-bit integers in units of the row: exact, finer by 2^6, slower
 };
 
-// What the backward reads of M query rows, one contiguous block per (batch, head, query tile).
+// What the backward subtracts from the scores of M query rows and from dP, rows that see nothing
+// and rows past the end having probabilities of 0: numbers for its threads to load,
 template <int M>
-struct RowStats {
-    float lse2[M];    // lse * log2(e); +inf for rows that see nothing and rows past the end
-    float delta[M];   // rowsum(dout * o)
-    float factor[M];  // unit of dq, see Sum and backward_passes.cuh
-    int32_t low[M];   // first visible local key
+struct Subtrahends {
+    float lse2[M];   // lse * log2(e), or +inf
+    float delta[M];  // rowsum(dout * o)
+};
+// or columns that go through the products with Q and dout. Eight bf16 numbers a row: -lse / scale
+// (or -1e30) as a sum of three, -delta as a sum of three, 0, 0.
+template <int M>
+struct SubtrahendColumns {
+    uint4 columns[M];
+};
+// What the backward reads of M query rows, one contiguous block per (batch, head, query tile).
+template <int M, bool Columns>
+struct RowStats : std::conditional_t<Columns, SubtrahendColumns<M>, Subtrahends<M>> {
+    int32_t low[M];  // first visible local key
     int32_t low_min, low_max, unused[2];
+    float factor[M];  // unit of dq, see Sum and backward_passes.cuh
+
+    // Where `low` lies, and how much of all goes to shared memory: up to `factor`.
+    static constexpr uint32_t low_at = M * (Columns ? 16 : 8), copied = low_at + 4 * M + 16;
 };
 
 // A piece of the keys, up to the next one: its first key, and the number of its first unit of work.

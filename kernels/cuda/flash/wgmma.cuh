@@ -38,6 +38,13 @@ DEVICE uint64_t mn_major(uint32_t tile, int k) {
     return descriptor<Panel>(tile, k * (Panel * 32), Rows * Panel * 2);
 }
 
+// Of 16-bit operands that are not swizzled, K-major: pieces of 8 rows by 8 columns, 128 bytes each;
+// what lies between those of the next rows, and of columns 8 to 15.
+template <uint32_t NextRows, uint32_t NextColumns>
+DEVICE uint64_t unswizzled(uint32_t address) {
+    return uint64_t((address >> 4) + (NextColumns >> 4 << 16)) | uint64_t(NextRows >> 4) << 32;
+}
+
 // A tile of `Rows` rows and D columns: one box of all panels, or one for each where the tensor map
 // has to cut off columns behind the head dim.
 template <int D, int Rows, int Panel = panel_columns(D)>
