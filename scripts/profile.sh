@@ -12,7 +12,7 @@
 #                     data, or an op as in kernels/kernels.h, such as layernorm_backward
 #   --count N         kernels: at most N of them, since each runs some 40 times over [8]
 #   --sections LIST   kernels: Nsight Compute's sections, with commas, instead of its set "full"
-#   --out NAME        reports are NAME.nsys-rep, NAME.ncu-rep, NAME.csv, NAME.txt
+#   --out NAME        reports are NAME.nsys-rep, NAME.ncu-rep, NAME.csv, NAME.source.csv, NAME.txt
 #                     [build/profile/MODE]
 #   --program FILE    [build/cuda/bin/train_gpt]
 # Example: the attention backward of the third step of a 124M model, on shards of tokens
@@ -94,11 +94,14 @@ if [ -n "$sections" ]; then
     for section in ${sections//,/ }; do chosen+=(--section "$section"); done
 fi
 "${profile[@]}" "${chosen[@]}" --launch-count "$count" --force-overwrite --export "$out" "${run[@]}"
-# The tables of the sections, then why warps waited, which only the long print has.
+# The tables of the sections, why warps waited, which only the long print has, and in which lines.
+ncu --import "$out.ncu-rep" --page source --csv >"$out.source.csv"
 {
     ncu --import "$out.ncu-rep" --page details
     ncu --import "$out.ncu-rep" --page details --print-details all |
         awk '/^  [^ ].*, Context/ { print }
              /Table Name : Warp State/ { table = 1; rules = 0 }
              table { print; if (/^ *----/ && ++rules == 3) table = 0 }'
+    [[ -n $sections && ,$sections, != *,SourceCounters,* ]] ||
+        "$root/scripts/kernel_stalls.py" "$out.source.csv"
 } | tee "$out.txt"

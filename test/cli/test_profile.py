@@ -15,6 +15,8 @@ if "--log-file" in sys.argv:
     pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1]).write_text(pathlib.Path("csv").read_text())
 if "all" in sys.argv:
     print(pathlib.Path("details").read_text())
+if "source" in sys.argv:
+    print(pathlib.Path("source").read_text())
 """
 
 
@@ -22,6 +24,20 @@ def row(kernel, ns, *ranges):
     stack = "574" + "".join(f'  ""torus:{r}:none:none:none:none:ASCII:{r}""' for r in ranges) + " "
     return f'"1","{stack}","{kernel}","{ns}"\n'
 
+
+def source(name, *lines):
+    """A kernel's instructions: executed, text, samples of selected, wait and long_sb."""
+    columns = ["Address", "Source", "# Samples", "Instructions Executed", "stall_long_sb",
+               "stall_selected", "stall_wait", "stall_wait (Not Issued)"]
+    rows = [[i, text, selected + wait + long_sb, f"{executed:,}", long_sb, selected, wait, wait]
+            for i, (executed, text, selected, wait, long_sb) in enumerate(lines)]
+    return f'"Kernel Name","{name}"\n' + "".join(
+        ",".join(f'"{cell}"' for cell in row) + "\n" for row in [columns] + rows)
+
+
+KERNEL = source("f<3>", (8, "S2R R1, SR_TID.X ", 1, 0, 1), (4000, "FADD R1, R2,  R3", 10, 5, 0),
+                (4000, "@!P0  MUFU.EX2 R1, R2", 10, 70, 0), (2000, "@P1 FADD R4, R2, R3", 10, 5, 0),
+                (1000, "FMUL R1, R1, R1", 3, 0, 0), (90000, "YIELD", 0, 0, 90))
 
 CSV = ('==PROF== Connected\n'
        '"ID","thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg",'
@@ -36,6 +52,7 @@ class Profile(Cli):
         (self.dir / "csv").write_text(CSV + row("void torus::cuda::f<(int)3>(float *)", "1,500,000",
                                                 "step 2", "forward", "layer 0", "gelu_forward"))
         (self.dir / "details").write_text("")
+        (self.dir / "source").write_text(KERNEL)
 
     def install(self, *names):
         for name in names:
@@ -83,10 +100,46 @@ class Profile(Cli):
         for flag in ["--set full", "--kernel-name regex:^norm", "--launch-count 2"]:
             self.assertIn(flag, record)
         self.assertTrue(all("--import" in line for line in show))
+        self.assertEqual((self.dir / "out.source.csv").read_text().strip(), KERNEL.strip())
+        self.assertIn("MUFU", (self.dir / "out.txt").read_text())
         (self.dir / "calls").unlink()
-        (record, *_), _ = self.calls("kernels", "--sections", "SpeedOfLight,Occupancy")
+        (record, *_), text = self.calls("kernels", "--sections", "SpeedOfLight,Occupancy")
         self.assertIn("--section SpeedOfLight --section Occupancy", record)
         self.assertNotIn("--set", record)
+        self.assertNotIn("MUFU", text)
+        self.assertIn("MUFU", self.calls("kernels", "--sections", "SourceCounters")[1])
+
+    def stalls(self, text, *args):
+        (self.dir / "s.csv").write_text(text)
+        return subprocess.run([SOURCE / "scripts" / "kernel_stalls.py", self.dir / "s.csv", *args],
+                              capture_output=True, text=True)
+
+    def test_stalls(self):
+        # Twice the same is one; what only spins, and what is executed rarely, is not of the loop.
+        result = self.stalls("==PROF== Connected\n" + KERNEL + KERNEL + source(
+            "g", (5, "EXIT", 1, 0, 0)), "--top", "2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        first, second = result.stdout.split("\n\n\n")
+        lines = first.splitlines()
+        self.assertEqual(lines[:2], ["f<3>", "205 samples; warps waited for: long_sb 44.4%, "
+                                     "wait 39.0%, selected 16.6%"])
+        self.assertIn("The loop: 3 instructions, 11 cycles of a warp", lines)
+        self.assertEqual([line.split() for line in lines[5:7]],
+                         [["1", "8.0", "MUFU"], ["2", "3.0", "FADD"]])
+        self.assertEqual(lines[-2:], [" 43.9%      6        90000  YIELD: long_sb 90",
+                                      " 39.0%      3         4000  @!P0 MUFU.EX2 R1, R2: wait 70, "
+                                      "selected 10"])
+        self.assertTrue(second.startswith("g\n1 samples"))
+        self.assertIn("The loop: 4 ", self.stalls(KERNEL, "--loop", "0.2").stdout)
+
+    def test_stalls_refused(self):
+        for text, words in [("", "no kernel"), (CSV, "no kernel"),
+                            (KERNEL.replace("# Samples", "Samples"), "SourceCounters"),
+                            (source("f", (5, "EXIT", 0, 0, 0)), "no samples")]:
+            result = self.stalls(text)
+            self.assertEqual(result.returncode, 1)
+            self.assertRegex(result.stderr, "^error: .*" + words)
+            self.assertEqual(len(result.stderr.splitlines()), 1)
 
     def test_refused(self):
         self.refused(64, ["mode"], "everything")
