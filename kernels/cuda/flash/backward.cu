@@ -19,6 +19,13 @@ constexpr int64_t sums_limit = int64_t(2) << 30;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The statistics of M query rows, of the larger kind; the scratch memory serves both.
+constexpr int64_t stats_bytes(int64_t M) { return 24 * M + 16; }
+template <int M>
+constexpr bool stats_fit = sizeof(RowStats<M, true>) == stats_bytes(M) &&
+                           sizeof(RowStats<M, false>) <= stats_bytes(M);
+static_assert(stats_fit<64> && stats_fit<128>);
+
 // How a call is cut into units of work, and where its scratch memory lies (offsets in bytes).
 // D: the tile's columns; with_cuts: units may begin where documents do.
 struct Plan {
@@ -45,7 +52,7 @@ struct Plan {
             return here;
         };
         const int64_t tiles = B * H * m_tiles;
-        stats = take(tiles * (24 * M + 16)), sums = take(tiles * M * D * 4);
+        stats = take(tiles * stats_bytes(M)), sums = take(tiles * M * D * 4);
         maxima = take(B * Hk * most_chunks * 8);
         list = take(B * key_units * int64_t(sizeof(KeyUnit))), order = take(B * key_units * 8);
         pieces = take(B * (cuts + 2) * int64_t(sizeof(Piece)));

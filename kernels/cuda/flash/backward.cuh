@@ -262,7 +262,7 @@ struct BackwardConsumer {
         return make_float2(__ldg(from), __ldg(from + 8));
     }
     // 64 rows of dq, the `part`-th half of its tile, on their way to memory, in the order of the
-    // accumulators.
+    // accumulators; where dq is not delayed only to shared memory, see send_dq_before.
     DEVICE void add_dq(const float (&dq)[dq_columns / 2], const Place& at, int part, int tile,
                        const float2& factor) {
         constexpr int numbers = dq_columns / 2;  // of a thread

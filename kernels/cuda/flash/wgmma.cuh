@@ -2,7 +2,8 @@
 // (16 x N). A comes from shared memory (ss) or registers (rs), B from shared memory; both operands
 // lie in panels of 64, 32 or 16 elements with the swizzle of 128, 64 or 32 bytes that TMA writes,
 // so one loaded tile serves as "K-major" (the sum runs along the rows' elements) and "MN-major"
-// operand (the sum runs over rows) without a transposition.
+// operand (the sum runs over rows) without a transposition; small ones that threads write may lie
+// unswizzled.
 //
 // Accumulators: thread t, lane l = t % 32 holds the rows 16 * (t / 32) + l / 4 (and + 8) and the
 // columns 8 j + 2 (l % 4) (and + 1): d[4j], d[4j+1] in the first row, d[4j+2], d[4j+3] 8 rows
