@@ -172,7 +172,7 @@ struct BackwardConsumer {
     DEVICE Query begin_of(const BackwardWork& w) { return {w.begin, w.head * p.m_tiles + w.begin}; }
 
     // All query tiles of one unit. The scores of a step are begun at the end of the step before it,
-    // and its dQ runs in the step after it, under the arithmetic on dS.
+    // and its dQ runs in the step after it (Tile::delayed).
     DEVICE void walk(const BackwardWork& w, int& step) {
         float s[M / 2];
         const int width = w.end - w.begin;
@@ -317,7 +317,8 @@ struct BackwardConsumer {
     // Scores of keys that a query does not see become -inf: where the causal rule or the last key
     // of the unit cuts the tiles of keys and queries m, and where a document of queries begins in
     // the keys or later.
-    DEVICE void mask(float (&s)[M / 2], const Place& at, TileKeys keys, int m, uint32_t stats) {
+    DEVICE void mask(float (&s)[M / 2], const Place& at, TileKeys keys, Query now, uint32_t stats) {
+        const int m = now.m;
         const int first = keys.first(), key = first + at.key_row(), column = 2 * (at.lane % 4);
         const int end = Tile::cuts ? min(keys.end(), p.mask.keys) : p.mask.keys;
         if (first + Tile::n > min(p.mask.high(m * M), end)) {
@@ -330,10 +331,16 @@ struct BackwardConsumer {
                 }
             }
         }
-        constexpr uint32_t low_at = Tile::Stats::low_at;
-        if (p.mask.first_key && first < load_shared_i2(stats + low_at + 4 * M).y) {
+        using Stats = typename Tile::Stats;
+        if (p.mask.first_key && first < load_shared_i2(stats + Stats::bounds_at).y) {
             UNROLL for (int j = 0; j < M / 8; ++j) {
-                const int2 low = load_shared_i2(stats + low_at + (8 * j + column) * 4);
+                const int row = 8 * j + column;
+                int2 low;
+                if constexpr (Tile::low_nearby)
+                    low = load_shared_i2(stats + Stats::low_at + row * 4);
+                else
+                    low = __ldg(reinterpret_cast<const int2*>(
+                        static_cast<const Stats*>(p.stats)[now.tile].low + row));
                 UNROLL for (int i = 0; i < 4; ++i) if (key + i / 2 * 8 < (i % 2 ? low.y : low.x))
                     s[4 * j + i] = -INFINITY;
             }
@@ -399,55 +406,61 @@ struct BackwardConsumer {
         barrier_wait(&bar.dout_full[stage], step / 2 % 2);
         begin_dp(dp, before_dp, stage);
         if constexpr (!Tile::delayed && !First) send_dq_before(before_dp, before);
-        mask(s, before_dp, keys, now.m, stats);
+        mask(s, before_dp, keys, now, stats);
         probabilities(s, p16, lse_at);
         const Place at(shared);
-        if constexpr (Tile::delayed && !First) {
+        const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;
+        const uint32_t dout = at.shared + Tile::dout_at + stage * Tile::q_bytes;
+        constexpr bool has_dq = !Tile::delayed || !First, dq_first = Tile::dq_first && has_dq;
+        if constexpr (dq_first) {
             begin_dq(dq, at, stage ^ 1);
-            wgmma_wait<1>();
         } else {
-            wgmma_wait<0>();
+            wgmma_fence();
+            add_product(dv, p16, dout, First);
         }
+        wgmma_wait<1>();
         pin(dp);
         const uint32_t delta_at =
             at.shared + Tile::stats_at + stage * Tile::stats_bytes + 4 * M + at.lane % 4 * 8;
         differences(dp, p16, ds16, delta_at);
         store_ds(at, stage, ds16);
-        const uint32_t q = at.shared + Tile::q_at + stage * Tile::q_bytes;
-        const uint32_t dout = at.shared + Tile::dout_at + stage * Tile::q_bytes;
         wgmma_fence();
-        add_product(dv, p16, dout, First);
+        if constexpr (dq_first) add_product(dv, p16, dout, First);
         add_product(dk, ds16, q, First);
-        const int dq_tile = Tile::delayed ? before : now.tile;
-        float2 factor;
         if constexpr (!Tile::by_copy || !Tile::delayed || First)
             fence_async();  // dS, for both warpgroups' products; else the fence of add_dq does it
-        if constexpr (!Tile::delayed) {
-            begin_dq(dq, at, stage);
+        const int dq_tile = Tile::delayed ? before : now.tile;
+        float2 factor;
+        if constexpr (has_dq) {
+            if constexpr (!dq_first) begin_dq(dq, at, Tile::delayed ? stage ^ 1 : stage);
             factor = load_factors(dq_tile, at);
-        } else if constexpr (!First) {
-            factor = load_factors(dq_tile, at);
-            wgmma_wait<2>();
-            pin(dq);
-            add_dq(dq, at, at.group, dq_tile, factor);
         }
         auto release = [&] {
-            wgmma_wait<1>();
             pin(dv), pin(dk);
             if (at.elected)
                 barrier_arrive(&bar.dout_empty[stage]), barrier_arrive(&bar.q_empty[stage]);
             stats_read<Tile>(stage);
         };
-        if constexpr (!Tile::delayed) release();
-        if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
-        begin_scores(s, at, stage ^ 1);
-        if constexpr (Tile::delayed) {
-            release();
-        } else {
-            wgmma_wait<1>();
+        auto finish_dq = [&] {
             pin(dq);
             add_dq(dq, at, at.group, dq_tile, factor);
+        };
+        // A wait for dV before the scores are begun: without one ptxas serializes the products.
+        if constexpr (!Tile::delayed) {
+            wgmma_wait<1>();
+            release();
+        } else if constexpr (has_dq) {
+            wgmma_wait<2>();
+            if constexpr (dq_first)
+                finish_dq();
+            else
+                pin(dv);
         }
+        if (more) barrier_wait(&bar.q_full[stage ^ 1], (step + 1) / 2 % 2);
+        begin_scores(s, at, stage ^ 1);
+        wgmma_wait<1>();
+        if constexpr (Tile::delayed) release();
+        if constexpr (has_dq && !dq_first) finish_dq();
         tid = thread_number();
         wgmma_wait<0>();
         pin(s);

@@ -12,6 +12,9 @@ struct BackwardBarriers {
     uint64_t work_full[2], work_empty[2];
 };
 
+// Where a swizzled tile may begin.
+constexpr uint32_t next_tile(uint32_t at) { return (at + 1023) / 1024 * 1024; }
+
 // Exact: the head dim is D. Else p.head_dim < D or, at 96, also equal to it.
 template <class T, int D, Sum How, bool Exact = D % 64 == 0>
 struct BackwardTile {
@@ -28,6 +31,9 @@ struct BackwardTile {
     static constexpr bool cuts = m == 64;
     static constexpr int producer_registers = 24, consumer_registers = 240;
     static constexpr bool delayed = D > 64;  // dQ of a step runs in the next one
+    // Whether it then runs under the arithmetic on dS, or dV does and dq is added to memory under
+    // the next scores: which is 2% slower at D 96 if there is nothing to round, else 10% faster.
+    static constexpr bool dq_first = delayed && How == Sum::plain;
     // The warpgroups share dQ by rows at M 128, by columns at M 64. Of K they then read halves of
     // the columns, which must begin at a panel: at D 96 its panels are narrower.
     static constexpr int dq_columns = D == 64 ? D : D / 2;
@@ -38,17 +44,20 @@ struct BackwardTile {
     static constexpr uint32_t kv_bytes = n * D * 2, q_bytes = m * D * 2;
     static constexpr uint32_t ds_bytes = m * n * 2, dq_bytes = by_copy ? m * D * 4 : 0;
     // Whether lse and delta are subtracted by the products. Three bf16 numbers hold every bit of a
-    // float, fp16 has not the range; with sums in fixed point a pair has no room.
-    static constexpr bool columns =
-        std::is_same_v<T, __nv_bfloat16> && !(D == 128 && How == Sum::fixed);
+    // float; fp16 has not the range.
+    static constexpr bool columns = std::is_same_v<T, __nv_bfloat16>;
     using Stats = RowStats<m, columns>;
-    static constexpr uint32_t stats_bytes = Stats::copied, ones_bytes = columns ? 256 : 0;
-    static constexpr uint32_t small_bytes = (2 * stats_bytes + ones_bytes + 1023) / 1024 * 1024;
+    // With sums in fixed point a pair has no room for the first visible key of each row.
+    static constexpr bool low_nearby = D < 128 || How != Sum::fixed;
+    static constexpr uint32_t stats_bytes = low_nearby ? Stats::factor_at : Stats::low_at;
+    static constexpr uint32_t ones_bytes = columns ? 256 : 0;
+    static constexpr uint32_t small_bytes = 2 * stats_bytes + ones_bytes;
     // Offsets in shared memory. Something follows the ones: compute-sanitizer takes a product's
     // operand, which these are twice, for 2 KB in a row.
     static constexpr uint32_t k_at = 0, v_at = k_at + kv_bytes, q_at = v_at + kv_bytes;
     static constexpr uint32_t dout_at = q_at + 2 * q_bytes, stats_at = dout_at + 2 * q_bytes;
-    static constexpr uint32_t ones_at = stats_at + 2 * stats_bytes, ds_at = stats_at + small_bytes;
+    static constexpr uint32_t ones_at = stats_at + 2 * stats_bytes;
+    static constexpr uint32_t ds_at = next_tile(stats_at + small_bytes);
     static constexpr uint32_t dq_at = ds_at + 2 * ds_bytes;
     static constexpr int shared_bytes = dq_at + dq_bytes + 1024;
 };

@@ -87,12 +87,13 @@ struct SubtrahendColumns {
 // What the backward reads of M query rows, one contiguous block per (batch, head, query tile).
 template <int M, bool Columns>
 struct RowStats : std::conditional_t<Columns, SubtrahendColumns<M>, Subtrahends<M>> {
-    int32_t low[M];  // first visible local key
     int32_t low_min, low_max, unused[2];
+    int32_t low[M];   // first visible local key
     float factor[M];  // unit of dq, see Sum and backward_passes.cuh
 
-    // Where `low` lies, and how much of all goes to shared memory: up to `factor`.
-    static constexpr uint32_t low_at = M * (Columns ? 16 : 8), copied = low_at + 4 * M + 16;
+    // Where the bounds of `low` lie, and `low` and what follows it.
+    static constexpr uint32_t bounds_at = M * (Columns ? 16 : 8), low_at = bounds_at + 16,
+                              factor_at = low_at + 4 * M;
 };
 
 // A piece of the keys, up to the next one: its first key, and the number of its first unit of work.
