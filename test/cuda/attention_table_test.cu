@@ -76,6 +76,9 @@ TEST_CASE("attention table: masks, offsets, blocks of keys, scaled scores") {
             cases.push_back({1, 100, 200, H, Hk, D, true, 0, 1000});  // no key visible
             cases.push_back({1, 500, 600, H, Hk, D, n % 2 == 0, 100, 0, Masks::none, n > 2, 5, 3});
         }
+    for (int64_t D : {40, 64, 96})  // sums in fixed point
+        for (Masks masks : {Masks::none, Masks::documents, Masks::random})
+            cases.push_back({1, 130, 33000, 2, 1, D, true, 32870, 0, masks});
     expect_all(cases);
 }
 
@@ -175,7 +178,8 @@ TEST_CASE("attention table: pairs of blocks") {
     cases.push_back({26, 300, 300, 8, 4, 128, true, 0, 0, Masks::none, false, 5, 3});
     cases.push_back({1, 2600, 2600, 8, 1, 128});
     cases.push_back({1, 300, 65536, 2, 1, 128, false});  // rounded sums at their longest
-    cases.push_back({1, 130, 66000, 2, 1, 128, false});  // sums in fixed point
+    for (Masks masks : {Masks::none, Masks::documents, Masks::random})  // sums in fixed point
+        cases.push_back({1, 130, 66000, 2, 1, 128, true, 65870, 0, masks});
     expect_all(cases, /*hopper=*/true, /*only_bf16=*/true);
 }
 
