@@ -51,19 +51,21 @@ DEVICE uint64_t unswizzled(uint32_t address) {
 template <int D, int Rows, int Panel = panel_columns(D)>
 DEVICE void load_tile(uint32_t to, const CUtensorMap* map, uint64_t* b, int row, int head,
                       int batch, uint64_t policy) {
-    if constexpr (Panel == 64)
+    if constexpr (Panel == 64) {
         tma_load(to, map, b, row, head, batch, policy);
-    else
+    } else {
         UNROLL for (int i = 0; i < D / Panel; ++i)
             tma_load(to + i * (Rows * Panel * 2), map, b, row, head, batch, policy, i * Panel);
+    }
 }
 template <int D, int Rows, int Panel = panel_columns(D)>
 DEVICE void store_tile(const CUtensorMap* map, uint32_t from, int row, int head, int batch) {
-    if constexpr (Panel == 64)
+    if constexpr (Panel == 64) {
         tma_store(map, from, row, head, batch);
-    else
+    } else {
         UNROLL for (int i = 0; i < D / Panel; ++i)
             tma_store(map, from + i * (Rows * Panel * 2), row, head, batch, i * Panel);
+    }
 }
 
 // Operand lists of N / 2 accumulators: their names in the text, and their constraints.
