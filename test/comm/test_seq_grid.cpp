@@ -3,6 +3,7 @@
 // --no-skip.
 #include <cmath>
 #include <mutex>
+#include <random>
 #include <set>
 
 #include "test/comm/ranks.h"
@@ -45,7 +46,67 @@ int run_modes(const AttnDims& d, Documents documents, int P) {
     return cases;
 }
 
+// The first key of each query, for sequences that are cut differently: into documents, some as
+// short as one token, with a window in some, and with queries that see nothing in others.
+std::vector<int32_t> random_first_key(std::mt19937& random, int64_t B, int64_t S) {
+    const auto below = [&](int64_t n) { return int64_t(random() % uint32_t(n)); };
+    std::vector<int32_t> first_key;
+    for (int64_t b = 0; b < B; ++b) {
+        const int64_t longest = 1 + below(S), window = below(3) ? S : 1 + below(S);
+        const int64_t blind = below(4) ? 0 : 1 + below(5);  // one query in so many
+        int64_t begin = 0, end = 0;
+        for (int64_t i = 0; i < S; ++i) {
+            if (i == end) begin = i, end = i + 1 + below(longest);
+            const int64_t first = std::max(begin, i + 1 - window);
+            first_key.push_back(int32_t(blind && below(blind) == 0 ? i + 1 + below(S) : first));
+        }
+    }
+    return first_key;
+}
+
+// Shapes and documents that no table lists: every mode, degree and number of head slices on each.
+int run_random(uint32_t seed) {
+    std::mt19937 random(seed);
+    const auto below = [&](int64_t n) { return int64_t(random() % uint32_t(n)); };
+    const int P = 1 + int(below(8));
+    AttnDims d;
+    d.Hk = 1 + below(6), d.H = d.Hk * (1 + below(4)), d.D = 1 + below(6), d.B = 1 + below(4);
+    d.S = below(3) ? 1 + below(4 * P + 4) : 1 + below(150);
+    const std::vector<int32_t> none, documents = random_first_key(random, d.B, d.S);
+    const std::vector<int32_t> earlier = random_first_key(random, d.B, d.S);
+    const WholeAttention whole = make_whole(d, below(3) ? documents : none);
+    // Who was told of a batch's documents has to be told of the next one's.
+    const bool others_before = below(2) > 0, announce = others_before || below(4) > 0;
+    int cases = 0;
+    for (const SeqMode& mode : seq_modes())
+        for (const MeshShape& shape : shapes_for(mode, P))
+            for (const int slices : slices_for(shape, d.Hk)) {
+                const double error = run_case(
+                    {mode.name, shape, announce, others_before ? earlier.data() : nullptr, slices},
+                    whole);
+                ++cases;
+                CAPTURE(seed);
+                CAPTURE(mode.name);
+                CAPTURE(shape.str());
+                CAPTURE(slices);
+                EXPECT(error <= tolerance);
+            }
+    return cases;
+}
+
 }  // namespace
+
+TEST_CASE("every mode equals one rank: random shapes and documents") {
+    int cases = 0;
+    for (uint32_t seed = 1; seed <= 60; ++seed) cases += run_random(seed);
+    MESSAGE(cases, " cases");
+}
+
+TEST_CASE("every mode equals one rank: more random shapes and documents" * doctest::skip()) {
+    int cases = 0;
+    for (uint32_t seed = 61; seed <= 6000; ++seed) cases += run_random(seed);
+    MESSAGE(cases, " cases");
+}
 
 TEST_CASE("every mode equals one rank: selection") {
     int cases = 0;
