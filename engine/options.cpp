@@ -159,7 +159,7 @@ std::vector<Option> output_options() {
          &C::resume, {0, 0}, {"auto", "must", "never"}},
         {"eval-every", g, "STEPS", "steps between evaluations on --val-data; 0 = none",
          &C::eval_every, {0, steps_limit}},
-        {"eval-batches", g, "N", "micro-batches of one evaluation", &C::eval_batches, {1, big}},
+        {"eval-batches", g, "N", "micro-batches of one evaluation, of each data-parallel rank", &C::eval_batches, {1, big}},
         {"sample-every", g, "STEPS", "steps between samples of text; 0 = none",
          &C::sample_every, {0, steps_limit}},
         {"sample-tokens", g, "TOKENS", "length of a sample", &C::sample_tokens, {1, big}},

@@ -106,10 +106,11 @@ training() {
     for shape in "${shapes[@]}"; do
         read_shape "$shape"
         read -r rate gib mfu <<<"$(ours "$shape")"
+        printf '%-14s %9s %-14s %10s %5s%% %8s' "$model" "$batch" "$recompute" "$rate" "$mfu" "$gib"
         peer=-
         [ "$recompute" = none ] || torch_flags+=(--recompute)
         [ $torch = no ] || read -r peer _ <<<"$(theirs)"
-        printf '%-14s %9s %-14s %10s %5s%% %8s %12s %6s\n' "$model" "$batch" "$recompute" "$rate" "$mfu" "$gib" "$peer" "$(ratio "$rate" "$peer")"
+        printf ' %12s %6s\n' "$peer" "$(ratio "$rate" "$peer")"
     done
 }
 
