@@ -4,8 +4,9 @@
 #   * each third-party library is known to one place
 #   * files of at most 500 lines, host functions of at most 100, no notes left in the code,
 #     no environment variables but the launchers' (comm/launch.cpp)
-#   * a loop with a pragma that is all of a branch stands in braces: nvcc 13.0 drops everything
-#     behind a discarded `if constexpr (...) UNROLL for (...) {...}`, without a word
+#   * in CUDA code a loop that is all of a branch stands in braces: of `if constexpr (...) for (...)
+#     {... UNROLL for (...) ...}`, when discarded, nvcc 13.0 also drops all that follows, from the
+#     next unrolled loop on, without a word
 #   scripts/check_layers.sh              checks this project
 #   scripts/check_layers.sh --self-test  plants one violation of each kind and expects to be caught
 # Function lengths rely on clang-format: a body opens at the end of a line and closes in the column
@@ -112,14 +113,19 @@ check_words() {
             xargs -r grep -nHE '\b(secure_)?(get|set|put|unset)env[[:space:]]*\(' | cut -d: -f1,2)
 }
 
-check_pragmas() {
+check_branches() {
     local line
     while read -r line; do
-        report "$line: a loop with a pragma as a branch of its own needs braces"
+        report "$line: a loop that is all of a branch needs braces"
     done < <(sources | grep -E '\.cuh?$' | xargs -r awk '
-        BEGIN { loop = "(UNROLL|_Pragma|#pragma unroll)"; branch = "(if constexpr \\(.*\\)|else)" }
+        BEGIN {
+            loop = "(UNROLL|_Pragma|#pragma unroll|for \\(|while \\()"
+            branch = "(if constexpr \\(.*\\)|else)"
+        }
         FNR == 1 { before = "" }
-        $0 ~ branch " " loop || ($0 ~ "^ *" loop && before ~ branch "$") { print FILENAME ":" FNR }
+        $0 ~ branch " (if \\(.*\\) )?" loop || ($0 ~ "^ *" loop && before ~ branch "$") {
+            print FILENAME ":" FNR
+        }
         { before = $0 }')
 }
 
@@ -163,9 +169,10 @@ self_test() {
         echo 'void g() {'; echo '    for (;;) {'; echo '    }'; echo '}')
     plant "long CUDA kernel" kernels/cuda/a.cu 0 < <(
         echo '__global__ void f() {'; lines 150; echo '}')
-    plant "pragma behind if constexpr" kernels/cuda/a.cuh 1 <<<'    if constexpr (N > 1) UNROLL for (;;) {}'
-    plant "pragma behind else" bench/a.cu 1 < <(echo '    else'; echo '        UNROLL for (;;) {}')
-    plant "pragma in braces" kernels/cuda/a.cu 0 < <(
+    plant "loop behind if constexpr" kernels/cuda/a.cuh 1 <<<'    if constexpr (N > 1) UNROLL for (;;) {}'
+    plant "loop without a pragma" kernels/cuda/a.cuh 1 <<<'    if constexpr (N > 1) for (;;) {}'
+    plant "loop behind else" bench/a.cu 1 < <(echo '    else'; echo '        UNROLL for (;;) {}')
+    plant "loop in braces" kernels/cuda/a.cu 0 < <(
         echo '    if constexpr (N > 1) {'; echo '        UNROLL for (;;) {}'; echo '    }')
     plant "note in the code" data/a.cpp 1 <<<"// TO""DO: later"
     plant "environment variable" engine/a.cpp 1 <<<'auto* p = std::getenv("TORUS_X");'
@@ -182,7 +189,7 @@ cd "${1:-$(dirname "$me")/..}" || exit 66
 check_includes
 check_lengths
 check_words
-check_pragmas
+check_branches
 if [ $problems != 0 ]; then
     echo "check_layers: $problems problems"
     exit 1
